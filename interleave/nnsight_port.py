@@ -1,0 +1,90 @@
+"""Every name of nnsight's that this project leans on, in one place.
+
+nnsight supplies the trace front end: it captures a `with` block, runs it as a greenlet in step with the model's
+forward, and serves the values it asks for. We subclass four of its classes and use a few of its functions; an
+upgrade of nnsight is reviewed here and in this module's contract test, nowhere else.
+"""
+
+from __future__ import annotations
+
+from nnsight import save
+from nnsight.intervention.batching import Batcher, SkipParts
+from nnsight.intervention.cache import Cache, CacheView, Entry
+from nnsight.intervention.envoy import Envoy, traceable
+from nnsight.intervention.eproperty import eproperty
+from nnsight.intervention.fragments import Fragments
+from nnsight.intervention.interleaver import (
+    EarlyStopException,
+    Event,
+    Interleaver,
+    Mediator,
+    OutOfOrderError,
+    Pending,
+)
+from nnsight.intervention.serialization import (
+    CustomCloudPickler,
+    CustomCloudUnpickler,
+    reduce_block,
+)
+from nnsight.intervention.source import (
+    BODY_FORWARD,
+    NO_SKIP,
+    STATE,
+    Controller,
+    Source,
+    SourceEnvoy,
+    SourceNotAvailable,
+    install_controller,
+    install_source,
+)
+from nnsight.intervention.tracer import InterleavingTracer
+from nnsight.modeling.mixins.meta import Meta, MetaDevice
+from nnsight.modeling.transformers import TransformersModel
+from nnsight.tracing.backend import Backend
+from nnsight.tracing.tracer import Tracer, dec, inc, mark, push_result
+from nnsight.tracing.util import SerializedFrame, clean_traceback
+from nnsight.util import apply
+
+__all__ = [
+    "BODY_FORWARD",
+    "NO_SKIP",
+    "STATE",
+    "Backend",
+    "Batcher",
+    "Cache",
+    "CacheView",
+    "Controller",
+    "CustomCloudPickler",
+    "CustomCloudUnpickler",
+    "EarlyStopException",
+    "Entry",
+    "Envoy",
+    "Event",
+    "Fragments",
+    "Interleaver",
+    "InterleavingTracer",
+    "Mediator",
+    "Meta",
+    "MetaDevice",
+    "OutOfOrderError",
+    "Pending",
+    "SerializedFrame",
+    "SkipParts",
+    "Source",
+    "SourceEnvoy",
+    "SourceNotAvailable",
+    "Tracer",
+    "TransformersModel",
+    "apply",
+    "clean_traceback",
+    "dec",
+    "eproperty",
+    "inc",
+    "install_controller",
+    "install_source",
+    "mark",
+    "push_result",
+    "reduce_block",
+    "save",
+    "traceable",
+]
