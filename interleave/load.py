@@ -132,3 +132,27 @@ def load(
     from .ranks import start
 
     return start(request, loader.outline(request))
+
+
+def wrap(module: torch.nn.Module, tokenizer: Any = None, *, limit: float = 60.0, stall: float = 5.0) -> Any:
+    """The envoy tree over a model that is loaded already, and perhaps sharded by its runtime, in this process.
+
+    Every rank that holds a part of the model must make the call.
+
+    Args:
+        module: A transformers model, as `from_pretrained` gives it, with or without a `distributed_config`.
+        tokenizer: For prompts that are text; without one a trace takes ids.
+        limit: Seconds that any wait for another rank may take.
+        stall: Seconds of waiting after which the ranks compare what they are doing.
+
+    Raises:
+        InterleaveError: No runtime knows this kind of module.
+        Unshardable: It is sharded in a way that cannot be made whole.
+    """
+    for name in RUNTIMES:
+        if type(module).__module__.partition(".")[0] == name or any(
+            base.__module__.partition(".")[0] == name for base in type(module).__mro__
+        ):
+            runtime = importlib.import_module(f"runtimes.{name}")
+            return runtime.wrap(module, tokenizer, limit=limit, stall=stall)
+    raise InterleaveError(f"no runtime knows how {type(module).__module__}.{type(module).__name__} is sharded")

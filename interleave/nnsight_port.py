@@ -7,6 +7,7 @@ upgrade of nnsight is reviewed here and in this module's contract test, nowhere 
 
 from __future__ import annotations
 
+from greenlet import getcurrent
 from nnsight import save
 from nnsight.intervention.batching import Batcher, SkipParts
 from nnsight.intervention.cache import Cache, CacheView, Entry
@@ -36,10 +37,12 @@ from nnsight.intervention.source import (
     SourceNotAvailable,
     install_controller,
     install_source,
+    instrument,
+    make_op,
 )
 from nnsight.intervention.tracer import InterleavingTracer
 from nnsight.modeling.mixins.meta import Meta, MetaDevice
-from nnsight.modeling.transformers import TransformersModel
+from nnsight.modeling.transformers import Generator, GeneratorEnvoy, TransformersModel
 from nnsight.tracing.backend import Backend
 from nnsight.tracing.tracer import Tracer, dec, inc, mark, push_result
 from nnsight.tracing.util import SerializedFrame, clean_traceback
@@ -61,6 +64,8 @@ __all__ = [
     "Envoy",
     "Event",
     "Fragments",
+    "Generator",
+    "GeneratorEnvoy",
     "Interleaver",
     "InterleavingTracer",
     "Mediator",
@@ -79,9 +84,12 @@ __all__ = [
     "clean_traceback",
     "dec",
     "eproperty",
+    "getcurrent",
     "inc",
     "install_controller",
     "install_source",
+    "instrument",
+    "make_op",
     "mark",
     "push_result",
     "reduce_block",

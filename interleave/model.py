@@ -1,0 +1,210 @@
+"""What every runtime's root envoy has in common: how a trace begins and ends, layouts, and the end of the model."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from . import nnsight_port as port
+from .cache import Cache
+from .envoy import Envoy
+from .errors import InterleaveError
+from .fragments import Placed, Refused, Tree, reveal
+from .interleaver import Interleaver
+from .layout import Layout
+
+
+class Tracer(port.InterleavingTracer):
+    """nnsight's tracer, whose caches assemble once."""
+
+    def cache(
+        self,
+        modules: list[Any] | None = None,
+        device: Any = torch.device("cpu"),  # noqa: B008 - nnsight's own default
+        dtype: Any = None,
+        detach: bool = True,
+        include_output: bool = True,
+        include_inputs: bool = False,
+        non_blocking: bool = False,
+    ) -> port.CacheView:
+        """Record many modules' values; nnsight's arguments. Every value is whole, post-intervention."""
+        mediator = port.Mediator.current("tracer.cache()")
+        if mediator.pending is not None:
+            raise ValueError("tracer.cache() must be declared before the block reads or writes a value")
+        cache = Cache(
+            self.envoy,
+            modules=modules,
+            device=device,
+            dtype=dtype,
+            detach=detach,
+            include_output=include_output,
+            include_inputs=include_inputs,
+            non_blocking=non_blocking,
+        )
+        mediator.caches.append(cache)
+        return port.save(port.CacheView(cache, None))
+
+
+class Model(Envoy):
+    """The root of a model's envoy tree. Runtimes derive from it, before nnsight's own model classes.
+
+    Attributes:
+        interleaver: This project's interleaver, with the fragments and the agreement of the runtime.
+        ranks: What runs the blocks on rank processes, where this process is the driver; None where it runs
+            them itself.
+    """
+
+    interleaver: Interleaver
+    ranks: Any = None
+
+    def trace(self, *inputs: Any, tracer_cls: Any = None, backend: Any = None, **kwargs: Any) -> Any:
+        """Open a trace; nnsight's arguments. On a driver the block runs on the ranks."""
+        return super().trace(
+            *inputs, tracer_cls=tracer_cls or Tracer, backend=backend or self._backend(), **kwargs
+        )
+
+    def session(self, *, backend: Any = None, **kwargs: Any) -> Any:
+        """Open a session of several traces; on a driver it runs on the ranks as one block."""
+        return super().session(backend=backend or self._backend(), **kwargs)
+
+    def _backend(self) -> Any:
+        return None if self.ranks is None else self.ranks.backend()
+
+    def interleave(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run `fn` in step with the registered blocks. Every rank must make the call."""
+        if self.ranks is not None:
+            return self.ranks.call(self, fn, args, kwargs)
+        if self.interleaver.fragments.enabled:
+            args, kwargs = reveal((args, kwargs))
+        with self._agreed(summary(fn, args, kwargs)):
+            return super().interleave(fn, *args, **kwargs)
+
+    @contextmanager
+    def _agreed(self, what: str) -> Iterator[None]:
+        """One trace in the ranks' agreement: it starts on all of them, and ends well on all or raises on all."""
+        agreement = self.interleaver.agreement
+        if agreement is None:
+            yield
+            return
+        agreement.open(what)
+        try:
+            yield
+        except BaseException as error:
+            told = agreement.translate(error) if isinstance(error, Exception) else error
+            agreement.close(told)
+            if told is error:
+                raise
+            if hasattr(error, "__intervention_tb__"):
+                told.__intervention_tb__ = error.__intervention_tb__  # type: ignore[attr-defined]
+            raise told from error
+        agreement.close()
+
+    # -- layouts ---------------------------------------------------------------------------------------------
+
+    def layout(self, path: str) -> str | tuple | dict:
+        """What the value at a location is on each rank.
+
+        Args:
+            path: A location (`"model.layers.5.mlp.gate_proj.output"`), or a module's path, for its output. The
+                root's own name may be left out.
+
+        Returns:
+            A description shaped like the value: `"whole"`, or the layout over an axis of the mesh, or why the
+            value is refused.
+
+        Raises:
+            InterleaveError: The model has no such module.
+        """
+        return describe(self.interleaver.fragments.layout(self._location(path)))
+
+    def declare(self, path: str, layout: Layout, axis: str = "tp") -> None:
+        """Say what a refused location's value is, where you know and the package does not.
+
+        Args:
+            path: A location; `*` stands for any part of a name (`"model.layers.*.mlp.source.self_act_fn_0.output"`).
+            layout: How the ranks' pieces make the whole.
+            axis: The axis of the mesh they are spread over.
+
+        Raises:
+            InterleaveError: The model is not sharded over that axis, or has no such module.
+        """
+        fragments = self.interleaver.fragments
+        if not fragments.enabled:
+            return
+        if axis not in fragments.groups:
+            raise InterleaveError(f"the model is not sharded over {axis!r}; its axes are {sorted(fragments.groups)}")
+        module, dot, operation = path.partition(".source.")
+        if not dot:
+            module, dot, operation = path.rpartition(".")
+        names = [e.path for e in self.modules()]
+        short = [name.partition(".")[2] for name in names]
+        found = [n for n, s in zip(names, short, strict=True) if fnmatch.fnmatchcase(n, module) or fnmatch.fnmatchcase(s, module)]
+        if not found:
+            raise InterleaveError(f"the model has no module {module!r}")
+        for name in found:
+            fragments.tree[f"{name}{dot}{operation}"] = Placed(layout, axis)
+
+    def _location(self, path: str) -> str:
+        names = {envoy.path for envoy in self.modules()}
+        root = self.path
+        if ".source." in path:
+            module = path.partition(".source.")[0]
+            return path if module in names else f"{root}.{path}"
+        for name in (path, f"{root}.{path}"):
+            if name in names:
+                return f"{name}.output"
+            module, _, side = name.rpartition(".")
+            if module in names and side in ("input", "inputs", "output"):
+                return f"{module}.{side.removesuffix('s') if side == 'inputs' else side}"
+        raise InterleaveError(f"the model has no module or location {path!r}; `print(model)` shows its modules")
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the ranks this model started, if any. A second call does nothing; a closed model refuses traces."""
+        if self.ranks is not None:
+            self.ranks.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "ranks": None}
+
+
+def describe(tree: Tree) -> Any:
+    """A layout tree in words, shaped like the value."""
+    if tree is None:
+        return "whole"
+    if isinstance(tree, Placed | Refused):
+        return str(tree)
+    if isinstance(tree, tuple):
+        return tuple(describe(node) for node in tree)
+    return {key: describe(node) for key, node in tree.items()}
+
+
+def summary(fn: Any, args: tuple, kwargs: dict) -> str:
+    """What a trace is about to run on, so that ranks with different inputs find out before they start.
+
+    Tensors by dtype and shape: a model's own collectives of unequal sizes would end the process.
+    """
+    batcher = kwargs.get("batcher")
+    inputs = [args, {k: v for k, v in kwargs.items() if k != "batcher"}, getattr(batcher, "invokes", ())]
+
+    def said(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{value.dtype}{list(value.shape)}"
+        if isinstance(value, Mapping):
+            return "{" + ", ".join(f"{key}: {said(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, list | tuple):
+            return "[" + ", ".join(map(said, value)) + "]"
+        return repr(value) if isinstance(value, str | int | float | bool | None) else type(value).__name__
+
+    return f"{fn if isinstance(fn, str) else getattr(fn, '__name__', 'a call')}{said(inputs)}"

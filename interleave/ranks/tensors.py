@@ -1,0 +1,367 @@
+"""Tensors between processes: a table beside the pickle, the bytes of small ones inside it, of large ones beside it.
+
+Pickle would copy every tensor into its stream, and would lose that two tensors share memory. So a message has a
+*table*: one `View` for each tensor and one `Block` for each piece of memory under them. Tensors that share memory
+are views of one block here as there. Only the bytes that the tensors cover travel, so the last row of a large
+activation costs a row.
+
+Small blocks travel inline. Large ones lie in an *arena*, an anonymous file in memory whose descriptor goes through
+the socket: it has no name, so nothing has to be unlinked and nothing survives the processes, and it does not count
+against the size of `/dev/shm`, which containers keep small.
+
+What a block captured - a probe, a sparse autoencoder, a steering vector - is usually the same at every trace.
+Large captured blocks are therefore named by the hash of their bytes, sent once, and kept in their arena by the
+ranks. A trace sees them through a private copy-on-write mapping: all ranks share one copy of the memory, and a
+block that writes into a captured tensor does not spoil the kept bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import tempfile
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..errors import InterleaveError
+
+#: From this many bytes on, a block lies in an arena.
+LARGE = 64 * 1024
+#: How many bytes of captured blocks the ranks keep (one copy for all of them).
+KEPT_BYTES = 2 * 1024**3
+#: Blocks start at multiples of this: the widest dtype's size divides it, and so does a cache line.
+ALIGNMENT = 64
+
+ORDINARY = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True)
+class View:
+    """How one tensor lies in its block. `offset` and `stride` count elements, `grad` is a place in the table."""
+
+    block: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    requires_grad: bool
+    is_parameter: bool
+    grad: int | None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of memory: its bytes, or its place in the message's arena, or the key of kept bytes (or both)."""
+
+    num_bytes: int
+    device: str
+    inline: bytes | None = None
+    offset: int | None = None
+    key: bytes | None = None
+
+
+@dataclass
+class Table:
+    """Every tensor of a message, in the order in which the pickle met them."""
+
+    views: list[View] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    #: Keys the receiver must drop after this message: the sender alone decides what is kept.
+    forget: list[bytes] = field(default_factory=list)
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether a strided view of plain memory says all about `tensor` (no subclass, sparse or quantized layout)."""
+    return type(tensor) in ORDINARY and tensor.layout == torch.strided and not tensor.is_quantized
+
+
+def new_arena(num_bytes: int) -> int:
+    """A descriptor of `num_bytes` of anonymous memory; it lives as long as a descriptor or a mapping of it."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("interleave", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as unnamed:
+            descriptor = os.dup(unnamed.fileno())
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor
+
+
+def bytes_of(block: torch.Tensor) -> np.ndarray:
+    """The bytes of a uint8 tensor; without a copy where it lies on the CPU."""
+    return block.detach().cpu().numpy()
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Outgoing:
+    """Collects the tensors of one message, and then writes their table and arena.
+
+    Args:
+        kept: What the receiver keeps by content; None where nothing is to be kept (results).
+        detach: Whether plain tensors arrive as leaves that require no gradient.
+    """
+
+    def __init__(self, kept: Kept | None = None, detach: bool = False) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._kept = kept
+        self._detach = detach
+        self._index: dict[int, int] = {}
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """The place of `tensor` in the table. Meta tensors are refused: there is nothing to send."""
+        if tensor.is_meta:
+            raise InterleaveError(
+                "a tensor on the meta device has no values; the driver's model holds no weights: "
+                "read parameters inside the block"
+            )
+        place = self._index.get(id(tensor))
+        if place is None:
+            place = self._index[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+            if tensor.is_leaf and tensor.requires_grad and tensor.grad is not None:
+                self.add(tensor.grad)
+        return place
+
+    def finish(self) -> tuple[Table, int | None]:
+        """The table and the arena's descriptor (the caller closes it), or None where nothing lies in one."""
+        table = Table()
+        views: list[View | None] = [None] * len(self.tensors)
+        sources: list[tuple[Block, torch.Tensor]] = []
+        fresh: set[bytes] = set()
+        end = 0
+        for members in self._by_storage():
+            block, placed = self._cover(members, len(table.blocks))
+            for place, view in placed:
+                views[place] = view
+            num_bytes, device = block.numel(), block.device.type
+            if num_bytes < LARGE:
+                entry = Block(num_bytes, device, inline=bytes_of(block).tobytes())
+            elif self._kept is None:
+                entry = Block(num_bytes, device, offset=end)
+            else:
+                key = hashlib.sha256(memoryview(bytes_of(block))).digest()
+                known = self._kept.touch(key, num_bytes) or key in fresh
+                fresh.add(key)
+                entry = Block(num_bytes, device, offset=None if known else end, key=key)
+            if entry.offset is not None:
+                sources.append((entry, block))
+                end = _aligned(end + num_bytes)
+            table.blocks.append(entry)
+        table.views = [view for view in views if view is not None]
+        if self._kept is not None:
+            table.forget = self._kept.trim()
+        if not end:
+            return table, None
+        descriptor = new_arena(end)
+        with mmap.mmap(descriptor, end) as arena:
+            for entry, block in sources:
+                assert entry.offset is not None
+                arena[entry.offset : entry.offset + entry.num_bytes] = memoryview(bytes_of(block))  # pyright: ignore[reportArgumentType]
+        return table, descriptor
+
+    def _by_storage(self) -> list[list[int]]:
+        storages: dict[int, list[int]] = {}
+        for place, tensor in enumerate(self.tensors):
+            storages.setdefault(tensor.untyped_storage()._cdata, []).append(place)
+        return list(storages.values())
+
+    def _cover(self, members: list[int], block: int) -> tuple[torch.Tensor, list[tuple[int, View]]]:
+        """The uint8 tensor over the bytes that `members` cover, and how each lies in it."""
+        tensors = [self.tensors[place].detach() for place in members]
+        tensors = [t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t for t in tensors]
+        if len(tensors) == 1 and _span(tensors[0]) > tensors[0].numel() * tensors[0].itemsize:
+            # A sparse view of a large tensor that nothing else of the message looks at: its elements are enough.
+            tensors = [tensors[0].contiguous()]
+        low = min(t.storage_offset() * t.itemsize for t in tensors) // ALIGNMENT * ALIGNMENT
+        high = max(t.storage_offset() * t.itemsize + _span(t) for t in tensors)
+        memory = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
+        memory.set_(tensors[0].untyped_storage(), low, (high - low,))
+        placed = []
+        for place, tensor in zip(members, tensors, strict=True):
+            original = self.tensors[place]
+            is_parameter = isinstance(original, torch.nn.Parameter)
+            grad = original.grad if original.is_leaf and original.requires_grad else None
+            view = View(
+                block=block,
+                dtype=tensor.dtype,
+                size=tuple(tensor.size()),
+                stride=tuple(tensor.stride()),
+                offset=tensor.storage_offset() - low // tensor.itemsize,
+                requires_grad=original.requires_grad and (is_parameter or not self._detach),
+                is_parameter=is_parameter,
+                grad=None if grad is None else self._index[id(grad)],
+            )
+            placed.append((place, view))
+        return memory, placed
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """How many bytes lie from the first element of `tensor` to its last."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
+
+
+class Kept:
+    """The sender's record of what the receivers keep: least recently used goes first, above a bound of bytes."""
+
+    def __init__(self, bound: int = KEPT_BYTES) -> None:
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        self._bound = bound
+
+    def touch(self, key: bytes, num_bytes: int) -> bool:
+        """Whether the receivers have `key` already; from now on they do."""
+        known = key in self._sizes
+        self._sizes[key] = num_bytes
+        self._sizes.move_to_end(key)
+        return known
+
+    def trim(self) -> list[bytes]:
+        """The keys to forget after the message at hand, oldest first, so that the bound holds."""
+        forgotten = []
+        total = sum(self._sizes.values())
+        for key in list(self._sizes):
+            if total <= self._bound:
+                break
+            total -= self._sizes.pop(key)
+            forgotten.append(key)
+        return forgotten
+
+
+class Shelf:
+    """The receiver's kept blocks: a key names a place in an arena that was received earlier."""
+
+    def __init__(self) -> None:
+        self.places: dict[bytes, tuple[Arena, int]] = {}
+
+    def forget(self, keys: list[bytes]) -> None:
+        for key in keys:
+            self.places.pop(key, None)
+
+
+class Arena:
+    """A received descriptor, closed with the last user of it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.size = os.fstat(descriptor).st_size
+
+    def mapping(self, writable: bool) -> mmap.mmap:
+        """All of it; what is written to a writable mapping stays there (copy-on-write)."""
+        access = mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
+        return mmap.mmap(self.descriptor, self.size, access=access)
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+class Incoming:
+    """The tensors of a received message, built from its table.
+
+    Attributes:
+        tensors: In the table's order; each a leaf, with a version counter (never an inference tensor).
+        blocks: The uint8 tensors under them.
+    """
+
+    def __init__(
+        self, table: Table, descriptor: int | None, shelf: Shelf | None = None, device: str = "cpu"
+    ) -> None:
+        """`shelf` is where kept blocks lie; `device` is where tensors go that were not on the CPU."""
+        self.table = table
+        arena = None if descriptor is None else Arena(descriptor)
+        shelf = Shelf() if shelf is None else shelf
+        self._places: list[tuple[Arena, int] | None] = []
+        for block in table.blocks:
+            place = None
+            if block.offset is not None:
+                assert arena is not None
+                place = (arena, block.offset)
+            if block.key is not None:
+                place = shelf.places.setdefault(block.key, place) if place else shelf.places[block.key]
+            self._places.append(place)
+        shelf.forget(table.forget)
+        mappings: dict[int, mmap.mmap] = {}
+        with torch.inference_mode(False):
+            self.blocks = [
+                memory if block.device == "cpu" else memory.to(device)
+                for block, memory in (
+                    (block, self._memory(index, mappings)) for index, block in enumerate(table.blocks)
+                )
+            ]
+            self.tensors = [self._tensor(view) for view in table.views]
+            for view, tensor in zip(table.views, self.tensors, strict=True):
+                if view.grad is not None:
+                    tensor.grad = self.tensors[view.grad]
+
+    def _memory(self, index: int, mappings: dict[int, mmap.mmap]) -> torch.Tensor:
+        block, place = self.table.blocks[index], self._places[index]
+        if block.key is not None and place is not None:
+            arena, offset = place
+            if id(arena) not in mappings:
+                mappings[id(arena)] = arena.mapping(writable=True)
+            return torch.frombuffer(
+                mappings[id(arena)], dtype=torch.uint8, count=block.num_bytes, offset=offset
+            )
+        memory = torch.empty(block.num_bytes, dtype=torch.uint8)
+        memory.numpy()[:] = self._original(index)
+        return memory
+
+    def _original(self, index: int) -> np.ndarray:
+        """The bytes of a block as they were sent."""
+        block, place = self.table.blocks[index], self._places[index]
+        if place is None:
+            assert block.inline is not None
+            return np.frombuffer(block.inline, dtype=np.uint8)
+        arena, offset = place
+        mapping = arena.mapping(writable=False)
+        return np.frombuffer(mapping, dtype=np.uint8, count=block.num_bytes, offset=offset)
+
+    def _tensor(self, view: View) -> torch.Tensor:
+        block = self.blocks[view.block]
+        tensor = torch.empty(0, dtype=view.dtype, device=block.device)
+        tensor.set_(block.untyped_storage(), view.offset, view.size, view.stride)
+        if view.is_parameter:
+            return torch.nn.Parameter(tensor, requires_grad=view.requires_grad)
+        return tensor.requires_grad_(view.requires_grad)
+
+    def changed(self) -> set[int]:
+        """The places of the tensors whose bits differ from those that were sent.
+
+        Bits, not version counters: a counter does not see writes through `.data` or `.numpy()`.
+        """
+        blocks = {
+            index
+            for index, memory in enumerate(self.blocks)
+            if not np.array_equal(bytes_of(memory), self._original(index))
+        }
+        return {
+            place
+            for place, view in enumerate(self.table.views)
+            if view.block in blocks or self._moved(view, self.tensors[place])
+        }
+
+    def _moved(self, view: View, tensor: torch.Tensor) -> bool:
+        """Whether the tensor object looks elsewhere or differently by now (`.data =`, `resize_`)."""
+        there = tensor.untyped_storage()._cdata == self.blocks[view.block].untyped_storage()._cdata
+        now = (tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()))
+        return not there or now != (view.dtype, view.size, view.stride)
+
+
+def overwrite(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Give `target`, in place, what `source` holds; its version counter moves as for any in-place write."""
+    with torch.no_grad():
+        if target.size() != source.size() or target.dtype != source.dtype:
+            target.data = source.to(target.device)
+        elif _span(target) < target.numel() * target.itemsize:
+            # An expanded tensor: several elements are one place in memory, which `copy_` refuses.
+            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
+            target[once].copy_(source[once])
+        else:
+            target.copy_(source)

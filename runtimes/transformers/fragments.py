@@ -1,0 +1,138 @@
+"""Which values are pieces under transformers' tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
+from transformers.cache_utils import Cache
+
+from interleave import nnsight_port as port
+from interleave.agreement import Agreement
+from interleave.errors import UnknownLayout
+from interleave.fragments import Fragments, Placed, Refused, Tree, unknown
+from interleave.layout import Block, Shard, chunk_widths
+
+from .styles import Boundary, boundary
+from .wrapper import Wrapper, installed, tap_outside
+
+BETWEEN = "it lies between a module that splits its output and one that takes its input split"
+INSIDE = "the operations inside a sharded module run on pieces"
+WEIGHTS = "attention weights hold this rank's heads"
+
+
+class TransformersFragments(Fragments):
+    """Layouts read off the wrappers that transformers installed.
+
+    Attributes:
+        sides: Path -> what the style at that path makes of the module's two sides.
+        between: Path of a module inside a sharded forward -> True; `decide` gives them layouts.
+    """
+
+    opaque = (Cache,)
+
+    def __init__(self, agreement: Agreement | None = None) -> None:
+        super().__init__()
+        self.agreement = agreement
+        self.sides: dict[str, Boundary] = {}
+
+    def instrument(self, envoy: port.Envoy) -> None:
+        """Record what the style on this envoy's module, if any, makes of its two sides.
+
+        Raises:
+            Unshardable: The style is none that this package understands.
+        """
+        module = envoy._module
+        wrapper = installed(module)
+        if wrapper is None:
+            return
+        tap_outside(module, wrapper)
+        degree = wrapper.mesh.size()
+        if degree == 1:
+            return
+        if self.agreement is None:
+            self.agreement = Agreement()
+        if "tp" not in self.groups:
+            self.groups["tp"] = self.agreement.group(wrapper.mesh.mesh.flatten().tolist())
+            self.agreement.adopt(wrapper.mesh)
+        self.enabled = True
+        self.record(envoy.path, boundary(wrapper.style, module, degree, envoy.path))
+
+    def record(self, path: str, sides: Boundary) -> None:
+        """Enter one module's two sides."""
+        self.sides[path] = sides
+        self.interior[path] = INSIDE
+        if sides.interior:
+            return
+        self.boundaries.add(path)
+        for side, tree in (("input", sides.input), ("output", sides.output)):
+            if tree is not None:
+                self.tree[f"{path}.{side}"] = tree
+
+    def settle(self, root: port.Envoy) -> None:
+        """Once the whole tree is known: withhold what lies inside sharded forwards, unless it is decided.
+
+        Args:
+            root: The model's envoy.
+        """
+        paths = [envoy.path for envoy in root.modules()]
+        parents = self.parents()
+        for parent in parents:
+            self.interior[parent] = BETWEEN
+            self.tree[f"{parent}.output"] = (None, Refused(WEIGHTS), Refused(WEIGHTS))
+            for path in paths:
+                if path.startswith(f"{parent}.") and path not in self.boundaries:
+                    self.interior[path] = BETWEEN
+                    self.tree[f"{path}.input"] = self.tree[f"{path}.output"] = Refused(BETWEEN)
+        if parents:
+            attentions: Tree = {"attentions": Refused(WEIGHTS), "cross_attentions": Refused(WEIGHTS)}
+            for path in (root.path, *(p for p in paths if p.count(".") == 1)):
+                if f"{path}.output" not in self.tree:
+                    self.tree[f"{path}.output"] = attentions
+            self.tree["result"] = attentions
+
+    def between(self) -> list[str]:
+        """The paths of the modules strictly inside a sharded forward."""
+        return [path for path, reason in self.interior.items() if reason is BETWEEN and path not in self.parents()]
+
+    def parents(self) -> list[str]:
+        """The smallest modules that hold both a split output and a split input: attention, MLP."""
+        splits = [path for path, sides in self.sides.items() if sides.output is not None]
+        takes = [path for path, sides in self.sides.items() if sides.input is not None]
+        found: dict[str, None] = {}
+        for path in splits:
+            parent = path
+            while "." in parent:
+                parent = parent.rpartition(".")[0]
+                if any(other.startswith(f"{parent}.") for other in takes):
+                    found[parent] = None
+                    break
+        return list(found)
+
+    def parameter(self, path: str, parameter: Any) -> Placed | None:
+        """How a DTensor parameter is spread over its mesh of one axis."""
+        assert isinstance(parameter, DTensor)
+        placement = parameter.placements[0]
+        degree = parameter.device_mesh.size()
+        if isinstance(placement, Replicate) or degree == 1:
+            return None
+        if isinstance(placement, _StridedShard) and len(parameter.placements) == 1:
+            factor = placement.split_factor
+            dim = placement.dim % parameter.dim()
+            block = Block(chunk_widths(parameter.shape[dim] // factor, degree))
+            return Placed(Shard(dim, blocks=(block,) * factor))
+        if isinstance(placement, ShardPlacement) and len(parameter.placements) == 1:
+            dim = placement.dim % parameter.dim()
+            return Placed(Shard(dim, widths=chunk_widths(parameter.shape[dim], degree)))
+        raise UnknownLayout(unknown(path, f"its parameter is placed as {parameter.placements}"))
+
+    def own_forward(self, module: torch.nn.Module) -> Wrapper | None:
+        wrapper = installed(module)
+        return wrapper if wrapper is not None and wrapper.own is not None else None
+
+
+__all__ = ["Callable", "Iterable", "TransformersFragments"]

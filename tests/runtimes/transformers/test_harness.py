@@ -1,0 +1,57 @@
+"""Every value of every module of every architecture: on N ranks what it is on one process.
+
+The comparison itself, and what its verdicts mean, is `tests.harness`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from nnsight.intervention.envoy import Envoy
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from interleave.nnsight_port import BODY_FORWARD
+from tests.harness import Case, Finding, compare
+from tests.models import KINDS, tiny
+from tests.pool import Pools, World
+
+#: The keys and values a KV cache holds, and the attention weights that `eager` attention returns.
+RESERVED = re.compile(r".*(\.layers\[\d+\]\.(keys|values)|(attn|attention)\.output\[1\]).*")
+
+
+def may_be_refused(finding: Finding) -> bool:
+    return RESERVED.fullmatch(finding.name) is not None
+
+
+def untold(world: World, case: Case) -> Any:
+    """transformers' own sharded model, traced by somebody who does not know that it is sharded."""
+    model = AutoModelForCausalLM.from_pretrained(
+        case.source, dtype=torch.float32, distributed_config=DistributedConfig(tp_size=world.size)
+    )
+    for module in model.modules():
+        # Without this nnsight would put itself in the place of the wrapper that holds the model's own collectives.
+        module.__dict__[BODY_FORWARD] = True
+    return Envoy(model)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "llama-grouped"])
+@pytest.mark.parametrize("degree", [2, 3, 4])
+def test_every_value_is_that_of_one_process(pools: Pools, kind: str, degree: int):
+    report = compare(pools(degree), Case(tiny(kind)))
+    print(report.table())
+    report.check(may_be_refused)
+
+
+def test_the_harness_finds_every_piece_that_is_handed_out(pools: Pools):
+    report = compare(pools(2), Case(tiny("llama")), ["read", "write", "skip"], [False], loader=untold)
+    wrong = {finding.name for finding in report.those("wrong")}
+    layer = "model.model.layers.0"
+    for piece in ("self_attn.q_proj.output", "mlp.up_proj.output", "mlp.act_fn.output", "mlp.down_proj.input[0][0]"):
+        assert {f"{layer}.{piece}", f"{layer}.{piece} = ..."} <= wrong
+    for whole in ("input[0][0]", "self_attn.output[0]", "mlp.output", "post_attention_layernorm.output"):
+        assert f"{layer}.{whole}" not in wrong
+    assert not report.those("refused")
