@@ -9,8 +9,8 @@ exchange here carries a *key*, and ranks with different keys never exchange a by
 One primitive does all the work, and a transport is a subclass that supplies it: each rank sends one tensor to
 all of its peers and receives each peer's tensor into a buffer it has allocated, knowing the sizes.
 
-* :class:`GlooGroup`: processes on CPU. Point-to-point messages whose tag is the key's hash, so a message
-  under another key is not taken for this one. Measured at about half the cost of gloo's all-gather.
+* :class:`GlooGroup`: processes on CPU. Point-to-point messages whose tag hashes the key, the dtype and the
+  shape, so that no message is taken for another. Measured at about half the cost of gloo's all-gather.
 * :class:`NcclGroup`: processes on GPUs, one batch of point-to-point operations.
 * :class:`ThreadGroup`: threads of one process, which meet in rounds.
 
@@ -33,6 +33,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from math import prod
 from typing import Any
 from zlib import crc32
@@ -324,7 +325,7 @@ class GlooGroup(Group):
         ]
         if send is not None and send.device.type != "cpu":
             send = send.cpu()
-        tag = crc32(key.encode()) & 0x7FFFFFFF
+        seed = crc32(key.encode())
         transport = self.transport
         start = time.monotonic()
         peer = self._peers[0]
@@ -333,8 +334,9 @@ class GlooGroup(Group):
             works = []
             for peer in reversed(self._peers):
                 if (buffer := buffers[peer]) is not None:
-                    works.append((peer, transport.recv([buffer], peer, tag)))
+                    works.append((peer, transport.recv([buffer], peer, _tag(seed, buffer))))
             if send is not None:
+                tag = _tag(seed, send)
                 works += [(peer, transport.send([send], peer, tag)) for peer in self._peers]
             for peer, work in works:  # noqa: B007 - the handler names the peer
                 work.wait(timedelta(seconds=max(self.limit - (time.monotonic() - start), 0.001)))
@@ -346,6 +348,20 @@ class GlooGroup(Group):
         for buffer, landed in zip(receive, buffers, strict=True):
             if buffer is not None and landed is not None and buffer is not landed:
                 buffer.copy_(landed)
+
+
+def _tag(seed: int, value: Tensor) -> int:
+    """The tag of one message: its key's hash, carried on over what is in it.
+
+    gloo aborts the process that receives a message longer than its buffer, so messages of another shape or
+    dtype have another tag, and the receiver waits in vain.
+    """
+    return crc32(_description(value.dtype, value.shape), seed) & 0x7FFFFFFF
+
+
+@lru_cache(maxsize=4096)
+def _description(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return f"{dtype} {tuple(shape)}".encode()
 
 
 class NcclGroup(Group):

@@ -27,6 +27,7 @@ import matplotlib.pyplot as plt
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import interleave
@@ -167,41 +168,36 @@ def word(tokenizer: Any, token: int) -> str:
     )
 
 
+def guesses(tokenizer: Any, probabilities: torch.Tensor, count: int) -> list[str]:
+    """The `count` most probable tokens, with their probabilities."""
+    best, tokens = probabilities.topk(count)
+    return [escape(f"{word(tokenizer, int(t))} {p:.0%}") for p, t in zip(best, tokens, strict=True)]
+
+
 def print_lens(console: Console, values: Values, tokenizer: Any, prompt: str) -> None:
     rows = [value[0, -1].softmax(-1) for name, value in values.items() if name.startswith("lens")]
     answer = int(rows[-1].argmax())
-    table = Table(
-        title=f"[bold]{prompt}[/] …  after each layer", title_justify="left", row_styles=["", "dim"]
-    )
+    title = f"[bold]{escape(prompt)}[/] …  after each layer"
+    table = Table(title=title, title_justify="left", row_styles=["", "dim"])
     table.add_column("layer", justify="right")
     for place in ("1st", "2nd", "3rd"):
         table.add_column(place, min_width=14)
-    table.add_column(f"P({word(tokenizer, answer)})", justify="right")
+    table.add_column(f"P({escape(word(tokenizer, answer))})", justify="right")
     table.add_column("place", justify="right")
     for i, probabilities in enumerate(rows):
-        best = [
-            f"{word(tokenizer, int(token))} {probability:.0%}"
-            for probability, token in zip(*probabilities.topk(3), strict=True)
-        ]
         share = float(probabilities[answer])
         place = int((probabilities > share).sum()) + 1
-        table.add_row(str(i), *best, f"{share:.1%}", f"{place:,}")
+        table.add_row(str(i), *guesses(tokenizer, probabilities, 3), f"{share:.1%}", f"{place:,}")
     console.print(table)
 
 
 def print_edits(console: Console, values: Values, tokenizer: Any, tried: list[Heads]) -> None:
     outcomes = [("nothing", values["logits"][0, -1])]
     outcomes += [(names(heads), values[f"without {names(heads)}"]) for heads in tried]
-    table = Table(title="Silenced (layer.head)", title_justify="left")
-    table.add_column("without")
-    for place in ("1st", "2nd", "3rd", "4th"):
-        table.add_column(place)
+    table = Table("without", "1st", "2nd", "3rd", "4th", title="Silenced (layer.head)", title_justify="left")
     for label, logits in outcomes:
-        probabilities, tokens = logits.softmax(-1).topk(4)
-        best = [
-            f"{word(tokenizer, int(token))} {p:.0%}" for p, token in zip(probabilities, tokens, strict=True)
-        ]
-        table.add_row(label, f"[bold]{best[0]}[/]", *best[1:])
+        first, *others = guesses(tokenizer, logits.softmax(-1), 4)
+        table.add_row(label, f"[bold]{first}[/]", *others)
     console.print(table)
 
 
@@ -252,12 +248,12 @@ def main(
     ),
 ) -> None:
     """A logit lens on TP ranks, checked number by number against one process."""
-    console = Console(width=110)
+    console = Console(width=110, soft_wrap=True)
     source = source or str(smollm2())
 
     start = time.perf_counter()
     model = interleave.load(source, tp=tp, dtype="float32")
-    console.print(f"{source} on {tp} ranks, loaded in {time.perf_counter() - start:.1f} s\n")
+    console.print(f"{escape(source)} on {tp} ranks, loaded in {time.perf_counter() - start:.1f} s\n")
     tokenizer = model.tokenizer
     values = lens(model, prompt)
     print_lens(console, values, tokenizer, prompt)

@@ -1,6 +1,6 @@
 """Interventions on sharded language models: the block written against one process, on any sharding."""
 
-from .errors import DivergedBlock, InterleaveError, RankDied, ShapeChanged, Unshardable, UnknownLayout
+from .errors import DivergedBlock, InterleaveError, RankDied, ShapeChanged, UnknownLayout, Unshardable
 from .load import load, wrap
 from .values import gather, shard
 

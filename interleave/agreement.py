@@ -148,9 +148,7 @@ class Agreement:
     @property
     def _standing(self) -> Groups:
         if self._groups is None:
-            raise InterleaveError(
-                "this process is the only one: there are no groups before init_process_group"
-            )
+            raise InterleaveError("this process is the only one: there are no groups before init_process_group")
         return self._groups
 
     def group(self, ranks: Iterable[int]) -> Group:
@@ -285,19 +283,14 @@ class Agreement:
         if self.rank == 0:
             states = self.random_state()
             header["sizes"] = {name: state.numel() for name, state in states.items()}
-        post = (
-            json.dumps(header).encode()
-            + b"\n"
-            + b"".join(state.numpy().tobytes() for state in states.values())
-        )
+        post = json.dumps(header).encode() + b"\n" + b"".join(state.numpy().tobytes() for state in states.values())
         topic = f"{self.generation}.{self.trace + 1}/open"
         try:
             posts = board.exchange(topic, post, self.limit)
         except Absent as found:
             board.withdraw(topic)
             raise DivergedBlock(
-                f"rank {self.rank} starts a trace, and {_ranks(found.ranks)} did not within {self.limit:g} s."
-                f" {_ADVICE}"
+                f"rank {self.rank} starts a trace, and {_ranks(found.ranks)} did not within {self.limit:g} s. {_ADVICE}"
             ) from None
         headers = [json.loads(post.partition(b"\n")[0]) for post in posts]
         if any(header["failed"] for header in headers):
@@ -360,8 +353,8 @@ class Agreement:
 
 _ADVICE = (
     "Every rank must run the same block on the same inputs: do not let the block, or whether it runs, depend"
-    " on the rank or on anything else that differs between ranks. The next trace works: the groups are rebuilt"
-    " before it."
+    " on the rank or on anything else that differs between ranks. The next trace works: the groups are made"
+    " anew before it."
 )
 
 

@@ -32,7 +32,7 @@ class Cache(port.Cache):
         super().__init__(*args, **kwargs)
 
     @property
-    def entries(self) -> dict[str, list[port.Entry]]:
+    def entries(self) -> dict[str, list[port.Entry]]:  # type: ignore[override]
         """Module path -> one entry per visit."""
         if self._settle is not None and not self._recording:
             self._settle()
@@ -67,8 +67,7 @@ class Cache(port.Cache):
         return fill
 
     def __getstate__(self) -> dict:
-        state = {**super().__getstate__(), "_settle": None}
-        return state
+        return {**super().__getstate__(), "_settle": None}
 
 
 @dataclass
@@ -124,8 +123,7 @@ def assemble_pending(pending: list[Pending], fragments: Fragments, key: str) -> 
 
         plan_leaves(item.value, item.tree, collect)
     wholes = {
-        axis: iter(assemble_many(found, fragments.groups[axis], f"{key}/{axis}"))
-        for axis, found in pieces.items()
+        axis: iter(assemble_many(found, fragments.groups[axis], f"{key}/{axis}")) for axis, found in pieces.items()
     }
     for item in pending:
 

@@ -48,7 +48,7 @@ class Refused:
 
 
 #: The layout of a value: one node for all tensors below it, or a node per entry; None is whole.
-Tree = Placed | Refused | tuple["Tree", ...] | dict[Any, "Tree"] | None
+Tree = Placed | Refused | tuple["Tree", ...] | Mapping[Any, "Tree"] | None
 
 
 class Withheld:
@@ -157,7 +157,7 @@ def branch(tree: Tree, key: Any) -> Tree:
     """The part of `tree` that describes entry `key` of the value it describes."""
     if isinstance(tree, tuple) and not isinstance(tree, Placed):
         return tree[key] if isinstance(key, int) and key < len(tree) else None
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         return tree.get(key)
     return tree
 
@@ -266,9 +266,10 @@ class Fragments(port.Fragments):
             def close_leaf(leaf: Any, node: Placed | Refused) -> Any:
                 if isinstance(node, Refused) or not is_piece(leaf, node.layout):
                     return leaf
-                opened = next((o for o in leaves if same_storage(leaf, o.whole)), None)
+                number = next((n for n, o in enumerate(leaves) if same_storage(leaf, o.whole)), None)
+                opened = None if number is None else leaves[number]
                 group = self.groups[node.axis]
-                back = f"{key}#{leaves.index(opened)}" if opened is not None else key
+                back = f"{key}#{number}" if number else key
                 if opened is not None and not recording(leaf, opened.piece):
                     before = opened.piece if opened.snapshot is None else opened.snapshot
                     after = leaf if opened.snapshot is not None else cut(leaf, node.layout, group)

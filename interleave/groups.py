@@ -45,7 +45,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from boundary.collectives import GlooGroup, Group, NcclGroup
 
-from .errors import InterleaveError
+from .errors import InterleaveError, RankDied
+
+#: Seconds to wait for the members of a group that is made for the first time: some load a model for longer.
+PATIENCE = 600.0
 
 
 @dataclass
@@ -87,6 +90,7 @@ class Groups:
         self._adopted: set[str] = set()
         self._meshes: list[DeviceMesh] = []
         self._wires: dict[str, Wire] = {}
+        self._wired: set[str] = set()
 
     def ours(self, ranks: Iterable[int]) -> Group:
         """Our own group of these global ranks, made at the first call and kept.
@@ -95,6 +99,7 @@ class Groups:
 
         Raises:
             ValueError: This rank is not a member, or a rank is named twice.
+            RankDied: A member did not come.
         """
         members = tuple(ranks)
         if members not in self._ours:
@@ -117,6 +122,7 @@ class Groups:
 
         Raises:
             InterleaveError: A group stands on a backend other than gloo and nccl.
+            RankDied: A member of a group did not come.
         """
         found: dict[str, dist.ProcessGroup] = {}
         for mesh in meshes:
@@ -143,7 +149,7 @@ class Groups:
         """Replace every group. All ranks call, with one `generation` that no earlier call had.
 
         Raises:
-            RuntimeError: A member did not come within the limit, or the store is gone.
+            RuntimeError: A member did not come within the limit (RankDied), or the store is gone.
         """
         self.cut()
         self._wires.clear()
@@ -190,15 +196,30 @@ class Groups:
                 registry[name] = new
 
     def _wire(self, name: str, kinds: set[str], members: tuple[int, ...], rank: int) -> Wire:
-        """The backends of a new group. Waits until all members are here, at most for the limit."""
+        """The backends of a new group. Waits until all members are here."""
         store = PrefixStore(f"{self.generation}/{name}", self._store)
+        patience = self._limit if name in self._wired else max(self._limit, PATIENCE)
+        self._wired.add(name)
+        self._assemble("here", store, members, rank, patience)
         before = set(_sockets())
         wire = Wire()
         for kind in sorted(kinds):
             wire.backends[kind] = _backend(kind, PrefixStore(kind, store), name, members, rank, self._limit)
         wire.sockets = [opened for opened in _sockets() if opened not in before and _is_connected(opened[0])]
         self._wires[name] = wire
+        # A member that is done may cut at once, while another one is still connecting.
+        self._assemble("made", store, members, rank, self._limit)
         return wire
+
+    def _assemble(self, state: str, store: Store, members: tuple[int, ...], rank: int, patience: float) -> None:
+        """Wait until all members of a group have reached a state of its making."""
+        keys = [f"{state}/{number}" for number in range(len(members))]
+        store.set(keys[rank], "")
+        try:
+            store.wait(keys, timedelta(seconds=patience))
+        except dist.DistStoreError as error:
+            absent = [member for member, key in zip(members, keys, strict=True) if not store.check([key])]
+            raise RankDied(f"ranks {absent} did not come to make a group within {patience:g} s") from error
 
 
 def _our_name(members: tuple[int, ...]) -> str:

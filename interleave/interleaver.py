@@ -88,7 +88,7 @@ class Interleaver(port.Interleaver):
         parameters: The whole parameters that blocks have in hand.
     """
 
-    fragments: Fragments
+    fragments: Fragments  # type: ignore[assignment]
 
     def __init__(self, fragments: Fragments | None = None, agreement: Agreement | None = None) -> None:
         super().__init__(fragments if fragments is not None else Fragments())
@@ -181,16 +181,18 @@ class Interleaver(port.Interleaver):
 
     def answer(self, request: port.Pending, mediator: port.Mediator, visit: Visit) -> Any:
         """Do what one request asks for; the value a read is answered with, None for the others."""
-        batcher, group = self.batcher, mediator.batch_group
-        batching = batcher is not None and batcher.batching and group is not None
+        group = mediator.batch_group
+        batcher = self.batcher if group is not None and self.batcher is not None and self.batcher.batching else None
         if request.event is port.Event.VALUE:
             value = visit.open()
-            return batcher.narrow(value, group) if batching else value
+            return value if batcher is None else batcher.narrow(value, group)
         if request.event is port.Event.SWAP:
-            visit.replace(batcher.widen(visit.open(), group, request.value) if batching else request.value)
+            value = request.value
+            visit.replace(value if batcher is None else batcher.widen(visit.open(), group, value))
         elif request.event is port.Event.SKIP:
             self.check_skip(visit.location, request.value)
-            visit.value = batcher.gather_skip(visit.value, group, request.value) if batching else request.value
+            value = request.value
+            visit.value = value if batcher is None else batcher.gather_skip(visit.value, group, value)
         return None
 
     def check_skip(self, gate: str, replacement: Any) -> None:
@@ -261,4 +263,3 @@ def throw(mediator: port.Mediator, error: BaseException) -> Any:
         if not hasattr(raised, "__intervention_tb__"):
             raised.__intervention_tb__ = raised.__traceback__  # type: ignore[attr-defined]
         raise
-

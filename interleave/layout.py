@@ -34,7 +34,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -192,9 +192,7 @@ class Shard(Layout):
         if self.blocks is not None:
             object.__setattr__(self, "blocks", tuple(self.blocks))
             if self.widths is not None or self.replicas != 1:
-                raise ValueError(
-                    f"widths={self.widths!r} and replicas={self.replicas!r} belong to each block"
-                )
+                raise ValueError(f"widths={self.widths!r} and replicas={self.replicas!r} belong to each block")
             if len({block.degree for block in self.blocks}) != 1:
                 raise ValueError(f"blocks split over different degrees: {[b.degree for b in self.blocks]}")
         elif self.widths is not None:
@@ -218,31 +216,29 @@ class Shard(Layout):
 
     def whole_shape(self, piece_shape: Sequence[int], rank: int, degree: int) -> Shape:
         width = piece_shape[_dim(self.dim, piece_shape)]
-        if self.blocks is None and self.widths is None:
-            return _resized(piece_shape, self.dim, width * (degree // self._even_replicas(degree)))
-        plan = self._plan(degree)
+        if self._even:
+            return _resized(piece_shape, self.dim, width * self._distinct(degree))
+        plan = self._fixed_plan(degree)
         if plan.widths[rank] != width:
             raise ValueError(
-                f"{self}: rank {rank}'s piece is {plan.widths[rank]} wide, and one of shape "
-                f"{tuple(piece_shape)} came"
+                f"{self}: rank {rank}'s piece is {plan.widths[rank]} wide, and one of shape {tuple(piece_shape)} came"
             )
         return _resized(piece_shape, self.dim, plan.size)
 
     def piece_shape(self, whole_shape: Sequence[int], rank: int, degree: int) -> Shape:
-        plan = self._plan_of_whole(whole_shape, degree)
-        return _resized(whole_shape, self.dim, plan.widths[rank])
+        return _resized(whole_shape, self.dim, self._plan(whole_shape, degree).widths[rank])
 
     def shapes(self, piece: Tensor, group: Group) -> list[Shape] | None:
-        if self.blocks is None and self.widths is None:
-            self.whole_shape(piece.shape, group.rank, group.size)
+        whole = self.whole_shape(piece.shape, group.rank, group.size)
+        if self._even:
             return None
-        return super().shapes(piece, group)
+        return [_resized(whole, self.dim, width) for width in self._own_plan.widths]
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         return self._joined(pieces, lambda copies: copies[0])
 
     def take(self, whole: Tensor, rank: int, degree: int) -> Tensor:
-        plan = self._plan_of_whole(whole.shape, degree)
+        plan = self._plan(whole.shape, degree)
         parts = [whole.narrow(self.dim, part.whole, part.width) for part in plan.parts[rank]]
         if len(parts) == 1:
             return parts[0].clone(memory_format=torch.contiguous_format)
@@ -251,7 +247,7 @@ class Shard(Layout):
     def take_gradient(self, gradient: Tensor, rank: int, degree: int) -> Tensor:
         # Below the pieces each replica's gradient is added to the others', so one of them carries all of it.
         taken = self.take(gradient, rank, degree)
-        for part in self._plan_of_whole(gradient.shape, degree).parts[rank]:
+        for part in self._plan(gradient.shape, degree).parts[rank]:
             if part.copy:
                 taken.narrow(self.dim, part.piece, part.width).zero_()
         return taken
@@ -262,7 +258,7 @@ class Shard(Layout):
 
     def _joined(self, pieces: Sequence[Tensor], merge: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
         """The pieces' parts in the whole's order; `merge` makes one of the copies that replicas hold."""
-        plan = self._plan_of_whole(self.whole_shape(pieces[0].shape, 0, len(pieces)), len(pieces))
+        plan = self._plan(self.whole_shape(pieces[0].shape, 0, len(pieces)), len(pieces))
         if plan.plain:
             return torch.cat(list(pieces), self.dim)
         parts = []
@@ -271,34 +267,39 @@ class Shard(Layout):
             parts.append(merge(copies) if len(copies) > 1 else copies[0])
         return torch.cat(parts, self.dim)
 
-    def _even_replicas(self, degree: int) -> int:
+    @property
+    def _even(self) -> bool:
+        return self.blocks is None and self.widths is None
+
+    def _distinct(self, degree: int) -> int:
+        """How many distinct pieces an even split has."""
         if degree % self.replicas:
             raise ValueError(f"{self}: {self.replicas} replicas do not divide the degree {degree}")
-        return self.replicas
+        return degree // self.replicas
 
-    def _plan(self, degree: int) -> _Plan:
-        blocks = self.blocks or (Block(self.widths or (), self.replicas),)
-        if blocks[0].degree != degree:
-            raise ValueError(
-                f"{self} is for a degree of {blocks[0].degree}, and the group has {degree} ranks"
-            )
-        return _plan(blocks)
-
-    def _plan_of_whole(self, whole_shape: Sequence[int], degree: int) -> _Plan:
+    def _plan(self, whole_shape: Sequence[int], degree: int) -> _Plan:
         size = whole_shape[_dim(self.dim, whole_shape)]
-        if self.blocks is None and self.widths is None:
-            distinct = degree // self._even_replicas(degree)
+        if self._even:
+            distinct = self._distinct(degree)
             if size % distinct:
                 raise ValueError(
                     f"{self}: {size} of shape {tuple(whole_shape)} is no multiple of {distinct} equal pieces"
                 )
-            return _plan((Block((size // distinct,) * distinct, self.replicas),))
-        plan = self._plan(degree)
+            return _even_plan(size // distinct, distinct, self.replicas)
+        plan = self._fixed_plan(degree)
         if plan.size != size:
-            raise ValueError(
-                f"{self}: the whole is {plan.size} wide, and one of shape {tuple(whole_shape)} came"
-            )
+            raise ValueError(f"{self}: the whole is {plan.size} wide, and one of shape {tuple(whole_shape)} came")
         return plan
+
+    def _fixed_plan(self, degree: int) -> _Plan:
+        plan = self._own_plan
+        if len(plan.widths) != degree:
+            raise ValueError(f"{self} is for a degree of {len(plan.widths)}, and the group has {degree} ranks")
+        return plan
+
+    @cached_property
+    def _own_plan(self) -> _Plan:
+        return _plan(self.blocks or (Block(self.widths or (), self.replicas),))
 
 
 @dataclass(frozen=True)
@@ -331,6 +332,10 @@ class _Plan:
 
 
 @lru_cache(maxsize=4096)
+def _even_plan(width: int, distinct: int, replicas: int) -> _Plan:
+    return _plan((Block((width,) * distinct, replicas),))
+
+
 def _plan(blocks: tuple[Block, ...]) -> _Plan:
     degree = blocks[0].degree
     widths = [0] * degree
@@ -566,9 +571,7 @@ def cut(whole: Tensor, layout: Layout, group: Group, key: str = "") -> Tensor:
         ValueError: The whole does not fit the layout.
     """
     addend = layout.added() if isinstance(layout, Partial) else None
-    recording = torch.is_grad_enabled() and (
-        whole.requires_grad or (addend is not None and addend.requires_grad)
-    )
+    recording = torch.is_grad_enabled() and (whole.requires_grad or (addend is not None and addend.requires_grad))
     if addend is not None and (group.rank == 0 or recording):
         # The addend's gradient is replicated like the whole's, so with gradients every rank subtracts it.
         whole = whole - addend

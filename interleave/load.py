@@ -28,6 +28,7 @@ class LoadRequest:
         limit: Seconds after which any wait for another rank ends in `DivergedBlock`.
         stall: Seconds of waiting after which the ranks compare what they are doing.
         options: Everything else, handed to the runtime's own loader.
+        driven: Whether this process is a rank that a driver started.
     """
 
     source: str
@@ -42,6 +43,7 @@ class LoadRequest:
     limit: float = 60.0
     stall: float = 5.0
     options: dict[str, Any] = field(default_factory=dict)
+    driven: bool = False
 
     @property
     def world_size(self) -> int:
@@ -56,9 +58,7 @@ class LoadRequest:
 def runtime_of(request: LoadRequest) -> ModuleType:
     """The runtime package that serves `request`: `check`, `load` and `outline` are its surface."""
     if request.runtime not in RUNTIMES:
-        raise InterleaveError(
-            f"there is no runtime {request.runtime!r}; the runtimes are {', '.join(RUNTIMES)}"
-        )
+        raise InterleaveError(f"there is no runtime {request.runtime!r}; the runtimes are {', '.join(RUNTIMES)}")
     name = f"runtimes.{request.runtime}"
     try:
         return importlib.import_module(name)

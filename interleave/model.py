@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
+import boundary
+
+from . import errors
 from . import nnsight_port as port
 from .cache import Cache
 from .envoy import Envoy
@@ -17,9 +23,23 @@ from .fragments import Placed, Refused, Tree, reveal
 from .interleaver import Interleaver
 from .layout import Layout
 
+#: The packages whose frames are plumbing between a block and the model: an error shows the user's own lines.
+_PLUMBING = tuple(str(Path(inspect.getfile(package)).parent) for package in (errors, boundary, port.nnsight))
+
 
 class Tracer(port.InterleavingTracer):
-    """nnsight's tracer, whose caches assemble once."""
+    """nnsight's tracer, whose caches assemble once and whose errors show the user's own lines."""
+
+    def __exit__(self, *raised: Any) -> bool:
+        try:
+            return super().__exit__(*raised)
+        except BaseException as error:
+            if not hasattr(error, "__intervention_tb__"):
+                raise  # not the block's: where it happened is what matters
+            trace = port.filter_traceback(self.traceback(error), lambda frame: not _is_plumbing(frame))
+            if trace is None:
+                raise
+            raise error.with_traceback(trace) from error.__cause__
 
     def cache(
         self,
@@ -49,6 +69,10 @@ class Tracer(port.InterleavingTracer):
         return port.save(port.CacheView(cache, None))
 
 
+def _is_plumbing(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_PLUMBING)
+
+
 class Model(Envoy):
     """The root of a model's envoy tree. Runtimes derive from it, before nnsight's own model classes.
 
@@ -63,11 +87,9 @@ class Model(Envoy):
 
     def trace(self, *inputs: Any, tracer_cls: Any = None, backend: Any = None, **kwargs: Any) -> Any:
         """Open a trace; nnsight's arguments. On a driver the block runs on the ranks."""
-        return super().trace(
-            *inputs, tracer_cls=tracer_cls or Tracer, backend=backend or self._backend(), **kwargs
-        )
+        return super().trace(*inputs, tracer_cls=tracer_cls or Tracer, backend=backend or self._backend(), **kwargs)
 
-    def session(self, *, backend: Any = None, **kwargs: Any) -> Any:
+    def session(self, backend: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """Open a session of several traces; on a driver it runs on the ranks as one block."""
         return super().session(backend=backend or self._backend(), **kwargs)
 
@@ -142,7 +164,11 @@ class Model(Envoy):
             module, dot, operation = path.rpartition(".")
         names = [e.path for e in self.modules()]
         short = [name.partition(".")[2] for name in names]
-        found = [n for n, s in zip(names, short, strict=True) if fnmatch.fnmatchcase(n, module) or fnmatch.fnmatchcase(s, module)]
+        found = [
+            n
+            for n, s in zip(names, short, strict=True)
+            if fnmatch.fnmatchcase(n, module) or fnmatch.fnmatchcase(s, module)
+        ]
         if not found:
             raise InterleaveError(f"the model has no module {module!r}")
         for name in found:

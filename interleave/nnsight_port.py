@@ -7,6 +7,7 @@ upgrade of nnsight is reviewed here and in this module's contract test, nowhere 
 
 from __future__ import annotations
 
+import nnsight
 from greenlet import getcurrent
 from nnsight import save
 from nnsight.intervention.batching import Batcher, SkipParts
@@ -44,13 +45,15 @@ from nnsight.intervention.tracer import InterleavingTracer
 from nnsight.modeling.mixins.meta import Meta, MetaDevice
 from nnsight.modeling.transformers import Generator, GeneratorEnvoy, TransformersModel
 from nnsight.tracing.backend import Backend
+from nnsight.tracing.globals import SOURCES
 from nnsight.tracing.tracer import Tracer, dec, inc, mark, push_result
-from nnsight.tracing.util import SerializedFrame, clean_traceback
+from nnsight.tracing.util import SerializedFrame, clean_traceback, filter_traceback
 from nnsight.util import apply
 
 __all__ = [
     "BODY_FORWARD",
     "NO_SKIP",
+    "SOURCES",
     "STATE",
     "Backend",
     "Batcher",
@@ -84,6 +87,7 @@ __all__ = [
     "clean_traceback",
     "dec",
     "eproperty",
+    "filter_traceback",
     "getcurrent",
     "inc",
     "install_controller",
@@ -91,6 +95,7 @@ __all__ = [
     "instrument",
     "make_op",
     "mark",
+    "nnsight",
     "push_result",
     "reduce_block",
     "save",

@@ -57,6 +57,4 @@ def _by_hand(value: Any, axis: str, change: Any) -> Any:
         raise InterleaveError(f"the model is not sharded over {axis!r}; its axes are {sorted(fragments.groups)}")
     key = interleaver.call_key(f"by hand over {axis}")
     count = iter(range(10**6))
-    return port.apply(
-        value, lambda leaf: change(leaf, fragments.groups[axis], f"{key}#{next(count)}"), torch.Tensor
-    )
+    return port.apply(value, lambda leaf: change(leaf, fragments.groups[axis], f"{key}#{next(count)}"), torch.Tensor)

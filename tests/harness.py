@@ -33,7 +33,7 @@ import interleave
 
 from . import operations
 from .operations import Failed, Log, Refused
-from .plan import Plan, survey
+from .plan import Plan, Way, kept, leaves, survey
 from .pool import Pool, World
 
 #: Largest difference allowed in float32, relative to the largest magnitude of the reference.
@@ -67,7 +67,7 @@ class Case:
         source: The model's directory.
         options: Arguments of the loader, beyond the dtype.
         ids: The rows of input ids.
-        edited: Which modules are edited, skipped and differentiated: a pattern for their whole path.
+        edited: Which modules are edited, skipped, called and differentiated: a pattern for their whole path.
     """
 
     source: Path
@@ -77,6 +77,8 @@ class Case:
 
 
 Loader = Callable[[World, Case], Any]
+#: One operation, with grad on or off.
+Play = tuple[str, bool]
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Report:
 
     degree: int
     findings: list[Finding] = field(default_factory=list)
-    idle: list[str] = field(default_factory=list)
+    idle: set[tuple[str, bool, str]] = field(default_factory=set)
     seconds: float = 0.0
 
     def those(self, verdict: Verdict) -> list[Finding]:
@@ -138,9 +140,10 @@ def compare(
     `grad` is played where grad is on only. `loader` is a module-level function that gives a rank its model.
     """
     started = time.monotonic()
-    work = (loader or load, case, str(reference(case)), tuple(chosen), tuple(grads))
-    logs = pool.run(examine, *work, timeout=timeout)
-    report = Report(pool.size, idle=torch.load(reference(case), weights_only=False)["idle"])
+    plays = tuple((name, grad) for grad in grads for name in chosen if grad or name != "grad")
+    file = reference(case, plays)
+    logs = pool.run(examine, loader or load, case, file, timeout=timeout)
+    report = Report(pool.size, idle=torch.load(file, weights_only=False)["idle"])
     report.findings = [united(findings) for findings in zip(*logs, strict=True)]
     report.seconds = time.monotonic() - started
     return report
@@ -159,6 +162,37 @@ def united(findings: Sequence[Finding]) -> Finding:
     return first
 
 
+def agree(pool: Pool, case: Case, block: Callable[[Any], Any]) -> Any:
+    """Call `block(model)`, a module-level function, on one process and on every rank, and compare what it returns.
+
+    Here the one process, too, runs this project's code: for what nnsight's plain `Envoy` has not, such as prompts
+    of several rows or generation.
+
+    Returns:
+        What the block returned on one process.
+
+    Raises:
+        AssertionError: With every leaf that differs, and the rank.
+    """
+    alone = block(interleave.load(case.source, dtype="float32", **dict(case.options)))
+    bad = []
+    for rank, found in enumerate(pool.run(played, case, block)):
+        there = dict(found)
+        for way, leaf in leaves(alone):
+            verdict, detail = judge(kept(leaf), there.pop(way, Failed("absent")))
+            if verdict != "right":
+                bad.append(f"rank {rank}: {''.join(map(str, way)) or 'the value'}: {verdict}: {detail}")
+        bad += [f"rank {rank}: {''.join(map(str, way))} is not there on one process" for way in there]
+    if bad:
+        raise AssertionError("\n".join(bad))
+    return alone
+
+
+def played(world: World, case: Case, block: Callable[[Any], Any]) -> list[tuple[Way, Any]]:
+    """Run on every rank: the leaves of what `block(model)` returns."""
+    return [(way, kept(leaf)) for way, leaf in leaves(block(loaded(world, case)))]
+
+
 # -- the side of the one process -------------------------------------------------------------------------------------
 
 
@@ -170,16 +204,22 @@ def _directory() -> Path:
 
 
 @functools.cache
-def reference(case: Case) -> Path:
-    """A file with what one process does in `case`: the plans, every operation's log, and the idle edits."""
+def reference(case: Case, plays: tuple[Play, ...]) -> Path:
+    """A file with what one process does in `case`: the plans, the log of each play, and the idle edits."""
     module = AutoModelForCausalLM.from_pretrained(case.source, dtype=torch.float32, **dict(case.options))
     plans = plans_of(module, case)
     model = Envoy(module)
-    logs: dict[str, Log] = {}
-    for name, operation in OPERATIONS.items():
-        with torch.set_grad_enabled(name == "grad"):
-            logs[name] = operation(model, plans[name])
-    idle = [name for edits in EDITS for name, logits in logs[edits].items() if is_idle(logits, plans[edits].logits)]
+    logs: dict[Play, Log] = {}
+    for name, grad in plays:
+        with torch.set_grad_enabled(grad):
+            logs[name, grad] = OPERATIONS[name](model, plans[name])
+    idle = {
+        (name, grad, edit)
+        for (name, grad), log in logs.items()
+        if name in EDITS
+        for edit, logits in log.items()
+        if is_idle(logits, plans[name].logits)
+    }
     path = _directory() / f"{len(list(_directory().iterdir()))}.pt"
     torch.save({"plans": plans, "logs": logs, "idle": idle}, path)
     return path
@@ -188,10 +228,12 @@ def reference(case: Case) -> Path:
 def plans_of(module: torch.nn.Module, case: Case) -> dict[str, Plan]:
     """For each operation what it covers. Reads see a KV cache; where a run is repeated or edited there is none."""
     ids = torch.tensor(case.ids)
-    cached = survey(module, {"input_ids": ids})
-    whole = survey(module, {"input_ids": ids, "use_cache": False})
+    # A mask is given because the front end of a trace would add it to inputs that have none.
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    cached = survey(module, inputs)
+    whole = survey(module, inputs | {"use_cache": False})
     some = Plan(whole.inputs, [v for v in whole.visits if re.fullmatch(case.edited, v.module)], whole.logits)
-    return {"read": cached, "cache": whole, "write": some, "skip": some, "call": whole, "grad": some}
+    return {"read": cached, "cache": whole, "write": some, "skip": some, "call": some, "grad": some}
 
 
 def is_idle(logits: Any, unedited: torch.Tensor) -> bool:
@@ -218,25 +260,18 @@ def loaded(world: World, case: Case, loader: Loader = load) -> Any:
     return world.cache[key]
 
 
-def examine(
-    world: World, loader: Loader, case: Case, file: str, chosen: Sequence[str], grads: Sequence[bool]
-) -> list[Finding]:
-    """Run on every rank: play the chosen operations and judge each name that one process noted."""
+def examine(world: World, loader: Loader, case: Case, file: Path) -> list[Finding]:
+    """Run on every rank: play what the reference has, and judge each name that one process noted."""
     model = loaded(world, case, loader)
     expected = torch.load(file, weights_only=False)
-    idle = set(expected["idle"])
     findings = []
-    for grad in grads:
-        for operation in chosen:
-            if operation == "grad" and not grad:
-                continue
-            started = time.monotonic()
-            with torch.set_grad_enabled(grad):
-                log = OPERATIONS[operation](model, expected["plans"][operation])
-            print(case.source.name, operation, grad, f"{time.monotonic() - started:.2f} s", flush=True)
-            for name, value in expected["logs"][operation].items():
-                if name not in idle:
-                    findings.append(Finding(operation, grad, name, *judge(value, log.get(name, Failed("absent")))))
+    for (operation, grad), noted in expected["logs"].items():
+        with torch.set_grad_enabled(grad):
+            log = OPERATIONS[operation](model, expected["plans"][operation])
+        for name, value in noted.items():
+            if (operation, grad, name) not in expected["idle"]:
+                verdict, detail = judge(value, log.get(name, Failed("absent")))
+                findings.append(Finding(operation, grad, name, verdict, detail))
     return findings
 
 

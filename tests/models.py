@@ -32,11 +32,10 @@ SIZES: dict[str, Any] = {
 
 #: By kind: the model type of `transformers`, and how its config departs from `SIZES`.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama-grouped": ("llama", {"num_key_value_heads": 6, "head_dim": 8}),
-    "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama": ("llama", {"tie_word_embeddings": False}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
-    "llama-untied": ("llama", {"tie_word_embeddings": False}),
+    "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-grouped": ("llama", {"num_key_value_heads": 6, "head_dim": 8}),
     "qwen3": ("qwen3", {"head_dim": 8}),
     "phi3": ("phi3", {}),
     "gemma2": ("gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}),

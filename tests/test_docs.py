@@ -34,7 +34,7 @@ def test_the_pages_that_show_code_are_found():
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.stem)
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path):
-    path = tmp_path / f"{page.stem}.py"
+    path = tmp_path / f"page_{page.stem}.py"  # a bare `transformers.py` would stand in for the library
     path.write_text(script(page))
     result = subprocess.run(
         [sys.executable, str(path)], capture_output=True, text=True, timeout=240, cwd=tmp_path, check=False

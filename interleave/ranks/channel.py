@@ -1,7 +1,7 @@
 """One connection between the driver and a rank: messages, and the descriptors of arenas.
 
-A private directory holds a Unix socket; both ends prove that they know a secret that never appears on a command
-line. After a message that has an arena, its descriptor follows through the socket.
+A private directory holds a Unix socket; both ends prove that they know a secret that never appears on a
+command line. After a message that has an arena, its descriptor follows through the socket.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a rank's terminal is: rank 0 writes to the driver's, the others to nowhere, and nobody reads.
 
-A rank has no keyboard. A breakpoint in a block would wait for one for ever, so it raises, and says how to get one.
+A rank has no keyboard. A breakpoint in a block would wait for one for ever, so it raises, and says where there
+is one.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """What travels between the driver and a rank, and how both speak about the same objects.
 
-The driver pickles a block with everything it captured; a rank runs it against its own model. Three things must
-hold for the result to be that of a local trace:
+The driver pickles a block with everything it captured; a rank runs it against its own model. Three things
+must hold for the result to be that of a local trace:
 
-* *The model does not travel.* Envoys and modules of the driver's tree are references by path; what belongs to the
-  tree but not to a path (a tokenizer, a pipeline) is a reference by nnsight's persistent name.
-* *Code travels as code objects.* The ranks run the same interpreter, so the block's own code object crosses, with
-  the user's file and line numbers; the text of sources that are no files (notebook cells) goes along, because
-  nnsight reads the blocks inside a block (`tracer.invoke`, `.backward()`) from their source.
-* *Captured objects keep their identity.* Pickle numbers every object it meets, in the same order on both sides.
-  That memo is the shared numbering: on the way back an object which the driver has is its number. A list, dict,
-  set, array or plain object that the block changed comes back as its new contents, to be put into the driver's own
-  object; a captured tensor whose bits changed comes back as those bits.
+* *The model does not travel.* Envoys of the driver's tree are references by path; what else belongs to the
+  tree (a module, a tokenizer, a pipeline) is a reference by nnsight's persistent name.
+* *Code travels as code objects.* The ranks run the same interpreter, so the block's own code object crosses,
+  with the user's file and line numbers. The text of its source goes along, because nnsight reads the blocks
+  inside a block (`tracer.invoke`, `.backward()`) from there, and a notebook's cells are no files.
+* *Captured objects keep their identity.* Pickle numbers every object it meets, in the same order on both
+  sides. That memo is the shared numbering: on the way back an object which the driver has is its number. A
+  list, dict, set, array or plain object that the block changed comes back as its new contents, to be put into
+  the driver's own object; a captured tensor whose bits changed comes back as those bits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from __future__ import annotations
 import copyreg
 import io
 import marshal
-import os
 import pickle
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -35,7 +35,8 @@ from .. import nnsight_port as port
 from ..errors import InterleaveError
 from .tensors import Incoming, Outgoing, Table, is_ordinary, overwrite
 
-PROTOCOL = 5
+#: Protocol 5 writes arrays as buffers, which would be numbered apart from the arrays they belong to.
+PROTOCOL = 4
 
 
 class Packed(NamedTuple):
@@ -46,7 +47,7 @@ class Packed(NamedTuple):
 
 
 class Tree:
-    """A model's envoy tree as both sides name it: paths for envoys and modules, persistent names for the rest."""
+    """A model's envoy tree as both sides name it: paths for envoys, persistent names for the rest."""
 
     def __init__(self, model: port.Envoy) -> None:
         self.model = model
@@ -68,7 +69,8 @@ class Tree:
     def envoy(self, path: str) -> port.Envoy:
         if path not in self._envoys:
             raise InterleaveError(
-                f"the ranks' model has no module {path!r}: modules are attached to the tree before it is loaded"
+                f"the ranks' model has no module {path!r}; a module that is attached to the driver's tree does "
+                f"not reach them: capture it as a variable, and call it in the block"
             )
         return self._envoys[path]
 
@@ -154,8 +156,10 @@ class Packer(cloudpickle.CloudPickler):
             arguments = (marshal.dumps(obj.code), obj.copy)
             return _new_mediator, arguments, tuple(scope), None, None, _set_scope
         if isinstance(obj, port.Cache):
-            # nnsight drops the model, which it cannot ship; here it is a reference, so navigation works at once.
-            return copyreg.__newobj__, (type(obj),), {**obj.__dict__, "_open": {}}  # pyright: ignore[reportAttributeAccessIssue]
+            # nnsight drops the model, which it cannot ship; here it is a reference, and navigation works.
+            return object.__new__, (type(obj),), {**obj.__dict__, "_open": {}}
+        if obj is sys.stdout or obj is sys.stderr:
+            return getattr, (sys, "stdout" if obj is sys.stdout else "stderr")
         if isinstance(obj, io.IOBase) and not isinstance(obj, io.BytesIO | io.StringIO):
             raise TypeError(f"cannot pickle the open file {getattr(obj, 'name', obj)!r}")
         return super().reducer_override(obj)
@@ -190,6 +194,14 @@ class Unpacker(pickle.Unpickler):
         return self._find[kind](name)
 
 
+def pack(value: Any, packer: Callable[[io.BytesIO], Packer]) -> tuple[bytes, Packer]:
+    """Pickle `value`; the packer knows afterwards what it met."""
+    file = io.BytesIO()
+    used = packer(file)
+    used.dump(value)
+    return file.getvalue(), used
+
+
 class Sent:
     """The driver's side of a request: which object has which number, for as long as the reply is awaited."""
 
@@ -200,7 +212,7 @@ class Sent:
 
 @dataclass
 class Change:
-    """What became of one captured object: its elements (None: not a container), attributes set and deleted."""
+    """What became of one captured object: its new elements (None: the old ones), attributes set, deleted."""
 
     number: int
     elements: list | None
@@ -209,17 +221,15 @@ class Change:
 
 
 class Captured:
-    """A rank's side of a request: the captured objects as they came, to tell afterwards what the block changed."""
+    """A rank's side of a request: the captured objects as they came, to tell what the block changed."""
 
     def __init__(self, memo: Mapping[int, Any], tensors: Incoming) -> None:
         self._memo = memo
         self._tensors = tensors
         self._before = [
-            (number, value, _elements(value), _attributes(value))
-            for number, value in memo.items()
-            if _watched(value)
+            (number, value, _elements(value), _attributes(value)) for number, value in memo.items() if _watched(value)
         ]
-        self._grads = [tensor.grad for tensor in tensors.tensors if tensor.is_leaf]
+        self._grads = [_grad(tensor) for tensor in tensors.tensors]
 
     @property
     def known(self) -> tuple[dict[int, int], dict[int, int]]:
@@ -252,18 +262,28 @@ class Captured:
         """Captured leaves that have another `.grad` by now, by place."""
         leaves = [place for place, tensor in enumerate(self._tensors.tensors) if tensor.is_leaf]
         now = [(place, self._tensors.tensors[place].grad) for place in leaves]
-        return [
-            (place, grad) for (place, grad), before in zip(now, self._grads, strict=True) if grad is not before
-        ]
+        return [(place, grad) for (place, grad), before in zip(now, self._grads, strict=True) if grad is not before]
 
 
-_MACHINERY = (port.Envoy, port.Tracer, port.Tracer.Info, port.Mediator, port.SerializedFrame, port.Interleaver)
+#: nnsight's and our own objects, which every trace changes.
+_MACHINERY = (
+    port.Envoy,
+    port.Tracer,
+    port.Tracer.Info,
+    port.Mediator,
+    port.SerializedFrame,
+    port.Interleaver,
+)
+_CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _CONTAINERS = (list, dict, set, deque, bytearray, np.ndarray, torch.Generator)
-_CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, torch.Tensor)
+
+
+def _grad(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor.grad if tensor.is_leaf else None
 
 
 def _watched(value: Any) -> bool:
-    if isinstance(value, _CODE) or isinstance(value, _MACHINERY):
+    if isinstance(value, (*_CODE, *_MACHINERY, torch.Tensor)):
         return False
     return isinstance(value, _CONTAINERS) or _is_plain(value)
 
@@ -316,8 +336,10 @@ def apply(change: Change, target: Any) -> None:
             target.clear()
             for key, value in zip(new[::2], new[1::2], strict=True):
                 target[key] = value
-        elif isinstance(target, np.ndarray | bytearray | list):
-            target[...if isinstance(target, np.ndarray) else slice(None)] = new
+        elif isinstance(target, np.ndarray):
+            target[...] = new
+        elif isinstance(target, bytearray | list):
+            target[:] = new
         elif isinstance(target, set):
             target.clear()
             target.update(new)
@@ -340,8 +362,3 @@ def apply_tensors(
         overwrite(tensors[place], now)
     for place, grad in grads:
         tensors[place].grad = grad if grad is None else grad.to(tensors[place].device)
-
-
-def is_file(filename: str) -> bool:
-    """Whether a rank can read this source itself."""
-    return os.path.isfile(filename)

@@ -1,8 +1,8 @@
 """The rank processes as the operating system sees them: started, watched, ended, and read when one is gone.
 
-A rank is a program of its own (`python -m interleave.ranks.rank`), so the caller's script is never imported again
-and needs no `__main__` guard. It sees the driver's `sys.path`, and hashes strings like its peers: ranks that walk
-a set of names in different orders would visit locations in different orders.
+A rank is a program of its own (`python -m interleave.ranks.rank`), so the caller's script is never imported
+again and needs no `__main__` guard. It sees the driver's `sys.path`, and hashes strings like its peers: ranks
+that walk a set of names in different orders would visit locations in different orders.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.multiprocessing import (
     DefaultLogsSpecs,
     Std,
@@ -70,9 +70,7 @@ class Processes:
             "MASTER_PORT": str(self._store.port),
             "INTERLEAVE_DOOR": self.door_path,
             "INTERLEAVE_SECRET": self.secret.hex(),
-            "OMP_NUM_THREADS": os.environ.get(
-                "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.world_size))
-            ),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.world_size))),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONHASHSEED": "0",
             "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
@@ -83,7 +81,7 @@ class Processes:
             context = start_processes(
                 name="rank",
                 entrypoint=sys.executable,
-                args={rank: ("-P", *self._program) for rank in ranks},
+                args=dict.fromkeys(ranks, ("-P", *self._program)),
                 envs={rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks},
                 logs_specs=DefaultLogsSpecs(str(self.directory / "logs"), redirects=Std.ALL),
             )
@@ -109,6 +107,12 @@ class Processes:
                 return False
             time.sleep(0.01)
         return True
+
+    def wait_for(self, rank: int, seconds: float) -> None:
+        """Wait until `rank` has ended, but not longer than `seconds`."""
+        until = time.monotonic() + seconds
+        while rank not in self.ended() and time.monotonic() < until:
+            time.sleep(0.01)
 
     def kill(self) -> None:
         """End every rank, and what it started, now."""

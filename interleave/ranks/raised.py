@@ -14,9 +14,8 @@ from types import TracebackType
 from typing import Any
 
 import cloudpickle
-from tblib import Traceback
-
 import nnsight
+from tblib import Traceback
 
 from .. import nnsight_port as port
 from ..errors import DivergedBlock, InterleaveError
@@ -24,7 +23,10 @@ from ..errors import DivergedBlock, InterleaveError
 #: Frames of these packages say nothing about the user's code.
 _PLUMBING = tuple(
     os.path.join(str(root), "")
-    for root in (Path(nnsight.__file__).parent, *(Path(__file__).parents[2] / p for p in ("interleave", "runtimes", "boundary")))
+    for root in (
+        Path(nnsight.__file__).parent,
+        *(Path(__file__).parents[2] / p for p in ("interleave", "runtimes", "boundary")),
+    )
 )
 
 
@@ -71,9 +73,7 @@ def _portable(error: BaseException) -> bytes:
 
 
 def _user_frames(traceback: TracebackType | None) -> dict[str, Any] | None:
-    kept = port.filter_traceback(
-        traceback, lambda frame: not frame.f_code.co_filename.startswith(_PLUMBING)
-    )
+    kept = port.filter_traceback(traceback, lambda frame: not frame.f_code.co_filename.startswith(_PLUMBING))
     return None if kept is None else Traceback(kept).to_dict()
 
 

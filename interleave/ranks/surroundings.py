@@ -1,8 +1,8 @@
 """What around a block decides how it computes: random states, autograd's modes, the default dtype, autocast.
 
-They belong to the driver's thread, where the user set them, so they travel with every block. Random states come
-back: `torch.manual_seed` in the driver is honoured, every rank draws the same numbers, and the next draw in the
-driver continues where the block stopped.
+They belong to the driver's thread, where the user set them, so they travel with every block. Random states
+come back: `torch.manual_seed` in the driver is honoured, every rank draws the same numbers, and the next draw in
+the driver continues where the block stopped.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _state(data: bytes) -> torch.Tensor:
 class DriverRandom:
     """The driver's random state as the ranks should see it.
 
-    A driver that never touches CUDA itself has no CUDA state to send; waking CUDA up for it would cost hundreds of
-    megabytes on the device. It then hands the ranks' own state on from trace to trace, until the user seeds:
+    A driver that never touches CUDA itself has no CUDA state to send; waking CUDA up for it would cost hundreds
+    of megabytes on the device. It then hands the ranks' own state on from trace to trace, until the user seeds:
     torch queues the seeding of a sleeping CUDA, and the queue shows that it happened.
     """
 

@@ -1,18 +1,18 @@
-"""Tensors between processes: a table beside the pickle, the bytes of small ones inside it, of large ones beside it.
+"""Tensors between processes: a table beside the pickle, small contents inside it, large ones in shared memory.
 
-Pickle would copy every tensor into its stream, and would lose that two tensors share memory. So a message has a
-*table*: one `View` for each tensor and one `Block` for each piece of memory under them. Tensors that share memory
-are views of one block here as there. Only the bytes that the tensors cover travel, so the last row of a large
-activation costs a row.
+Pickle would copy every tensor into its stream, and would lose that two tensors share memory. So a message has
+a *table*: one `View` for each tensor, one `Memory` for each piece of memory under them. Tensors that share
+memory there share it here. Only the bytes that the tensors cover travel, so one row of a large activation
+costs a row.
 
-Small blocks travel inline. Large ones lie in an *arena*, an anonymous file in memory whose descriptor goes through
-the socket: it has no name, so nothing has to be unlinked and nothing survives the processes, and it does not count
-against the size of `/dev/shm`, which containers keep small.
+Small memories travel inline. Large ones lie in an *arena*, an anonymous file in memory whose descriptor goes
+through the socket: it has no name, so nothing has to be unlinked and nothing survives the processes, and it
+does not count against the size of `/dev/shm`, which containers keep small.
 
 What a block captured - a probe, a sparse autoencoder, a steering vector - is usually the same at every trace.
-Large captured blocks are therefore named by the hash of their bytes, sent once, and kept in their arena by the
-ranks. A trace sees them through a private copy-on-write mapping: all ranks share one copy of the memory, and a
-block that writes into a captured tensor does not spoil the kept bytes.
+Large captured memories are therefore named by the hash of their bytes, sent once, and kept in their arena by
+the ranks. A trace sees them through a private copy-on-write mapping: all ranks share one copy, and a block
+that writes into a captured tensor does not spoil the kept bytes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ import os
 import tempfile
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import InterleaveError
 
-#: From this many bytes on, a block lies in an arena.
+#: From this many bytes on, a memory lies in an arena.
 LARGE = 64 * 1024
-#: How many bytes of captured blocks the ranks keep (one copy for all of them).
+#: How many bytes of captured memories the ranks keep (one copy for all of them).
 KEPT_BYTES = 2 * 1024**3
-#: Blocks start at multiples of this: the widest dtype's size divides it, and so does a cache line.
+#: Memories start at multiples of this: the widest dtype's size divides it, and so does a cache line.
 ALIGNMENT = 64
 
 ORDINARY = (torch.Tensor, torch.nn.Parameter)
@@ -41,9 +42,9 @@ ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True)
 class View:
-    """How one tensor lies in its block. `offset` and `stride` count elements, `grad` is a place in the table."""
+    """How one tensor lies in its memory. `offset`, `stride` count elements; `grad` is a place in the table."""
 
-    block: int
+    memory: int
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -54,8 +55,8 @@ class View:
 
 
 @dataclass(frozen=True)
-class Block:
-    """A piece of memory: its bytes, or its place in the message's arena, or the key of kept bytes (or both)."""
+class Memory:
+    """A piece of memory: its bytes, or its offset in the message's arena, or the key of kept bytes, or both."""
 
     num_bytes: int
     device: str
@@ -69,18 +70,18 @@ class Table:
     """Every tensor of a message, in the order in which the pickle met them."""
 
     views: list[View] = field(default_factory=list)
-    blocks: list[Block] = field(default_factory=list)
+    memories: list[Memory] = field(default_factory=list)
     #: Keys the receiver must drop after this message: the sender alone decides what is kept.
     forget: list[bytes] = field(default_factory=list)
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether a strided view of plain memory says all about `tensor` (no subclass, sparse or quantized layout)."""
+    """Whether a strided view says all about `tensor`: no subclass, no sparse or quantized layout."""
     return type(tensor) in ORDINARY and tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def new_arena(num_bytes: int) -> int:
-    """A descriptor of `num_bytes` of anonymous memory; it lives as long as a descriptor or a mapping of it."""
+    """A descriptor of that much anonymous memory, which lives as long as a descriptor or a mapping of it."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("interleave", os.MFD_CLOEXEC)
     else:
@@ -90,9 +91,9 @@ def new_arena(num_bytes: int) -> int:
     return descriptor
 
 
-def bytes_of(block: torch.Tensor) -> np.ndarray:
-    """The bytes of a uint8 tensor; without a copy where it lies on the CPU."""
-    return block.detach().cpu().numpy()
+def bytes_of(memory: torch.Tensor) -> Any:
+    """The bytes of a uint8 tensor, as a numpy array; without a copy where it lies on the CPU."""
+    return memory.detach().cpu().numpy()
 
 
 def _aligned(num_bytes: int) -> int:
@@ -131,38 +132,37 @@ class Outgoing:
     def finish(self) -> tuple[Table, int | None]:
         """The table and the arena's descriptor (the caller closes it), or None where nothing lies in one."""
         table = Table()
-        views: list[View | None] = [None] * len(self.tensors)
-        sources: list[tuple[Block, torch.Tensor]] = []
-        fresh: set[bytes] = set()
+        views: dict[int, View] = {}
+        contents: list[tuple[Memory, torch.Tensor]] = []
+        in_use: set[bytes] = set()
         end = 0
         for members in self._by_storage():
-            block, placed = self._cover(members, len(table.blocks))
-            for place, view in placed:
-                views[place] = view
-            num_bytes, device = block.numel(), block.device.type
+            covered, placed = self._cover(members, len(table.memories))
+            views.update(placed)
+            num_bytes, device = covered.numel(), covered.device.type
             if num_bytes < LARGE:
-                entry = Block(num_bytes, device, inline=bytes_of(block).tobytes())
+                memory = Memory(num_bytes, device, inline=bytes_of(covered).tobytes())
             elif self._kept is None:
-                entry = Block(num_bytes, device, offset=end)
+                memory = Memory(num_bytes, device, offset=end)
             else:
-                key = hashlib.sha256(memoryview(bytes_of(block))).digest()
-                known = self._kept.touch(key, num_bytes) or key in fresh
-                fresh.add(key)
-                entry = Block(num_bytes, device, offset=None if known else end, key=key)
-            if entry.offset is not None:
-                sources.append((entry, block))
+                key = hashlib.sha256(memoryview(bytes_of(covered))).digest()
+                known = self._kept.touch(key, num_bytes)
+                in_use.add(key)
+                memory = Memory(num_bytes, device, offset=None if known else end, key=key)
+            if memory.offset is not None:
+                contents.append((memory, covered))
                 end = _aligned(end + num_bytes)
-            table.blocks.append(entry)
-        table.views = [view for view in views if view is not None]
+            table.memories.append(memory)
+        table.views = [views[place] for place in range(len(self.tensors))]
         if self._kept is not None:
-            table.forget = self._kept.trim()
+            table.forget = self._kept.trim(in_use)
         if not end:
             return table, None
         descriptor = new_arena(end)
         with mmap.mmap(descriptor, end) as arena:
-            for entry, block in sources:
-                assert entry.offset is not None
-                arena[entry.offset : entry.offset + entry.num_bytes] = memoryview(bytes_of(block))  # pyright: ignore[reportArgumentType]
+            for memory, covered in contents:
+                assert memory.offset is not None
+                arena[memory.offset : memory.offset + memory.num_bytes] = memoryview(bytes_of(covered))
         return table, descriptor
 
     def _by_storage(self) -> list[list[int]]:
@@ -171,34 +171,34 @@ class Outgoing:
             storages.setdefault(tensor.untyped_storage()._cdata, []).append(place)
         return list(storages.values())
 
-    def _cover(self, members: list[int], block: int) -> tuple[torch.Tensor, list[tuple[int, View]]]:
-        """The uint8 tensor over the bytes that `members` cover, and how each lies in it."""
+    def _cover(self, members: list[int], memory: int) -> tuple[torch.Tensor, dict[int, View]]:
+        """The uint8 tensor over the bytes that `members` cover, and how each of them lies in it."""
         tensors = [self.tensors[place].detach() for place in members]
         tensors = [t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t for t in tensors]
         if len(tensors) == 1 and _span(tensors[0]) > tensors[0].numel() * tensors[0].itemsize:
-            # A sparse view of a large tensor that nothing else of the message looks at: its elements are enough.
+            # A sparse view of memory that nothing else in the message looks at: its elements are enough.
             tensors = [tensors[0].contiguous()]
-        low = min(t.storage_offset() * t.itemsize for t in tensors) // ALIGNMENT * ALIGNMENT
-        high = max(t.storage_offset() * t.itemsize + _span(t) for t in tensors)
-        memory = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
-        memory.set_(tensors[0].untyped_storage(), low, (high - low,))
-        placed = []
-        for place, tensor in zip(members, tensors, strict=True):
+        starts = [int(tensor.storage_offset()) * tensor.itemsize for tensor in tensors]
+        low = min(starts) // ALIGNMENT * ALIGNMENT
+        high = max(start + _span(tensor) for start, tensor in zip(starts, tensors, strict=True))
+        covered = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
+        covered.set_(tensors[0].untyped_storage(), low, (high - low,))
+        placed = {}
+        for place, tensor, start in zip(members, tensors, starts, strict=True):
             original = self.tensors[place]
             is_parameter = isinstance(original, torch.nn.Parameter)
             grad = original.grad if original.is_leaf and original.requires_grad else None
-            view = View(
-                block=block,
+            placed[place] = View(
+                memory=memory,
                 dtype=tensor.dtype,
                 size=tuple(tensor.size()),
                 stride=tuple(tensor.stride()),
-                offset=tensor.storage_offset() - low // tensor.itemsize,
+                offset=(start - low) // tensor.itemsize,
                 requires_grad=original.requires_grad and (is_parameter or not self._detach),
                 is_parameter=is_parameter,
                 grad=None if grad is None else self._index[id(grad)],
             )
-            placed.append((place, view))
-        return memory, placed
+        return covered, placed
 
 
 def _span(tensor: torch.Tensor) -> int:
@@ -206,14 +206,15 @@ def _span(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     steps = zip(tensor.size(), tensor.stride(), strict=True)
-    return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
+    return (sum((int(size) - 1) * int(stride) for size, stride in steps) + 1) * tensor.itemsize
 
 
 class Kept:
-    """The sender's record of what the receivers keep: least recently used goes first, above a bound of bytes."""
+    """The sender's record of what the receivers keep: above a bound of bytes, the least recently used goes."""
 
     def __init__(self, bound: int = KEPT_BYTES) -> None:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        self._stale: list[bytes] = []
         self._bound = bound
 
     def touch(self, key: bytes, num_bytes: int) -> bool:
@@ -223,20 +224,26 @@ class Kept:
         self._sizes.move_to_end(key)
         return known
 
-    def trim(self) -> list[bytes]:
-        """The keys to forget after the message at hand, oldest first, so that the bound holds."""
-        forgotten = []
+    def trim(self, in_use: set[bytes]) -> list[bytes]:
+        """What the receivers drop before they take the message that uses `in_use`, so that the bound holds."""
+        forgotten, self._stale = self._stale, []
         total = sum(self._sizes.values())
         for key in list(self._sizes):
             if total <= self._bound:
                 break
-            total -= self._sizes.pop(key)
-            forgotten.append(key)
+            if key not in in_use:
+                total -= self._sizes.pop(key)
+                forgotten.append(key)
         return forgotten
+
+    def distrust(self) -> None:
+        """After a message of which nobody knows whether it arrived: assume that nothing is kept."""
+        self._stale += self._sizes
+        self._sizes.clear()
 
 
 class Shelf:
-    """The receiver's kept blocks: a key names a place in an arena that was received earlier."""
+    """The receiver's kept memories: a key names a place in an arena that was received earlier."""
 
     def __init__(self) -> None:
         self.places: dict[bytes, tuple[Arena, int]] = {}
@@ -267,66 +274,63 @@ class Incoming:
 
     Attributes:
         tensors: In the table's order; each a leaf, with a version counter (never an inference tensor).
-        blocks: The uint8 tensors under them.
     """
 
-    def __init__(
-        self, table: Table, descriptor: int | None, shelf: Shelf | None = None, device: str = "cpu"
-    ) -> None:
-        """`shelf` is where kept blocks lie; `device` is where tensors go that were not on the CPU."""
+    def __init__(self, table: Table, descriptor: int | None, shelf: Shelf | None = None, device: str = "cpu") -> None:
+        """`shelf` is where kept memories lie; `device` is where tensors go that were not on the CPU."""
         self.table = table
         arena = None if descriptor is None else Arena(descriptor)
         shelf = Shelf() if shelf is None else shelf
-        self._places: list[tuple[Arena, int] | None] = []
-        for block in table.blocks:
-            place = None
-            if block.offset is not None:
-                assert arena is not None
-                place = (arena, block.offset)
-            if block.key is not None:
-                place = shelf.places.setdefault(block.key, place) if place else shelf.places[block.key]
-            self._places.append(place)
         shelf.forget(table.forget)
+        self._places = [self._locate(memory, arena, shelf) for memory in table.memories]
         mappings: dict[int, mmap.mmap] = {}
         with torch.inference_mode(False):
-            self.blocks = [
-                memory if block.device == "cpu" else memory.to(device)
-                for block, memory in (
-                    (block, self._memory(index, mappings)) for index, block in enumerate(table.blocks)
-                )
+            self._memories = [
+                self._take(index, mappings).to(device if memory.device != "cpu" else "cpu")
+                for index, memory in enumerate(table.memories)
             ]
             self.tensors = [self._tensor(view) for view in table.views]
             for view, tensor in zip(table.views, self.tensors, strict=True):
                 if view.grad is not None:
                     tensor.grad = self.tensors[view.grad]
 
-    def _memory(self, index: int, mappings: dict[int, mmap.mmap]) -> torch.Tensor:
-        block, place = self.table.blocks[index], self._places[index]
-        if block.key is not None and place is not None:
+    @staticmethod
+    def _locate(memory: Memory, arena: Arena | None, shelf: Shelf) -> tuple[Arena, int] | None:
+        """Where the bytes of `memory` are; None: inline. New bytes that have a key are kept."""
+        if memory.offset is None:
+            return None if memory.key is None else shelf.places[memory.key]
+        assert arena is not None
+        place = (arena, memory.offset)
+        if memory.key is not None:
+            shelf.places[memory.key] = place
+        return place
+
+    def _take(self, index: int, mappings: dict[int, mmap.mmap]) -> torch.Tensor:
+        memory, place = self.table.memories[index], self._places[index]
+        if memory.key is not None and place is not None:
             arena, offset = place
             if id(arena) not in mappings:
                 mappings[id(arena)] = arena.mapping(writable=True)
-            return torch.frombuffer(
-                mappings[id(arena)], dtype=torch.uint8, count=block.num_bytes, offset=offset
-            )
-        memory = torch.empty(block.num_bytes, dtype=torch.uint8)
-        memory.numpy()[:] = self._original(index)
-        return memory
+            mapping = mappings[id(arena)]
+            return torch.frombuffer(mapping, dtype=torch.uint8, count=memory.num_bytes, offset=offset)
+        taken = torch.empty(memory.num_bytes, dtype=torch.uint8)
+        taken.numpy()[:] = self._original(index)
+        return taken
 
-    def _original(self, index: int) -> np.ndarray:
-        """The bytes of a block as they were sent."""
-        block, place = self.table.blocks[index], self._places[index]
+    def _original(self, index: int) -> Any:
+        """The bytes of a memory as they were sent, as a numpy array."""
+        memory, place = self.table.memories[index], self._places[index]
         if place is None:
-            assert block.inline is not None
-            return np.frombuffer(block.inline, dtype=np.uint8)
+            assert memory.inline is not None
+            return np.frombuffer(memory.inline, dtype=np.uint8)
         arena, offset = place
         mapping = arena.mapping(writable=False)
-        return np.frombuffer(mapping, dtype=np.uint8, count=block.num_bytes, offset=offset)
+        return np.frombuffer(mapping, dtype=np.uint8, count=memory.num_bytes, offset=offset)
 
     def _tensor(self, view: View) -> torch.Tensor:
-        block = self.blocks[view.block]
-        tensor = torch.empty(0, dtype=view.dtype, device=block.device)
-        tensor.set_(block.untyped_storage(), view.offset, view.size, view.stride)
+        memory = self._memories[view.memory]
+        tensor = torch.empty(0, dtype=view.dtype, device=memory.device)
+        tensor.set_(memory.untyped_storage(), view.offset, view.size, view.stride)
         if view.is_parameter:
             return torch.nn.Parameter(tensor, requires_grad=view.requires_grad)
         return tensor.requires_grad_(view.requires_grad)
@@ -336,20 +340,20 @@ class Incoming:
 
         Bits, not version counters: a counter does not see writes through `.data` or `.numpy()`.
         """
-        blocks = {
+        changed = {
             index
-            for index, memory in enumerate(self.blocks)
+            for index, memory in enumerate(self._memories)
             if not np.array_equal(bytes_of(memory), self._original(index))
         }
         return {
             place
             for place, view in enumerate(self.table.views)
-            if view.block in blocks or self._moved(view, self.tensors[place])
+            if view.memory in changed or self._moved(view, self.tensors[place])
         }
 
     def _moved(self, view: View, tensor: torch.Tensor) -> bool:
         """Whether the tensor object looks elsewhere or differently by now (`.data =`, `resize_`)."""
-        there = tensor.untyped_storage()._cdata == self.blocks[view.block].untyped_storage()._cdata
+        there = tensor.untyped_storage()._cdata == self._memories[view.memory].untyped_storage()._cdata
         now = (tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()))
         return not there or now != (view.dtype, view.size, view.stride)
 

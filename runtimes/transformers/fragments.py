@@ -30,7 +30,7 @@ class TransformersFragments(Fragments):
 
     Attributes:
         sides: Path -> what the style at that path makes of the module's two sides.
-        between: Path of a module inside a sharded forward -> True; `decide` gives them layouts.
+        weighing: Paths of the attention modules whose weights may hold only this rank's heads.
     """
 
     opaque = (Cache,)
@@ -39,6 +39,7 @@ class TransformersFragments(Fragments):
         super().__init__()
         self.agreement = agreement
         self.sides: dict[str, Boundary] = {}
+        self.weighing: set[str] = set()
 
     def instrument(self, envoy: port.Envoy) -> None:
         """Record what the style on this envoy's module, if any, makes of its two sides.
@@ -74,26 +75,33 @@ class TransformersFragments(Fragments):
                 self.tree[f"{path}.{side}"] = tree
 
     def settle(self, root: port.Envoy) -> None:
-        """Once the whole tree is known: withhold what lies inside sharded forwards, unless it is decided.
+        """Once the whole tree is known: withhold what lies inside sharded forwards, until it is decided.
 
         Args:
             root: The model's envoy.
         """
-        paths = [envoy.path for envoy in root.modules()]
-        parents = self.parents()
-        for parent in parents:
+        envoys = {envoy.path: envoy for envoy in root.modules()}
+        for parent in self.parents():
             self.interior[parent] = BETWEEN
-            self.tree[f"{parent}.output"] = (None, Refused(WEIGHTS), Refused(WEIGHTS))
-            for path in paths:
+            if "Attention" in type(envoys[parent]._module).__name__:
+                self.weighing.add(parent)
+                self.tree[f"{parent}.output"] = (None, Refused(WEIGHTS))
+            for path in envoys:
                 if path.startswith(f"{parent}.") and path not in self.boundaries:
                     self.interior[path] = BETWEEN
                     self.tree[f"{path}.input"] = self.tree[f"{path}.output"] = Refused(BETWEEN)
-        if parents:
-            attentions: Tree = {"attentions": Refused(WEIGHTS), "cross_attentions": Refused(WEIGHTS)}
-            for path in (root.path, *(p for p in paths if p.count(".") == 1)):
-                if f"{path}.output" not in self.tree:
-                    self.tree[f"{path}.output"] = attentions
-            self.tree["result"] = attentions
+        base = getattr(root._module, "base_model_prefix", "")
+        if self.weighing:
+            for path in (root.path, f"{root.path}.{base}"):
+                self.tree[f"{path}.output"] = {"attentions": Refused(WEIGHTS)}
+            self.tree["result"] = {"attentions": Refused(WEIGHTS)}
+
+    def decided(self, location: str, tree: Tree) -> None:
+        """Enter what was found out about a location; None is whole."""
+        if tree is None:
+            self.tree.pop(location, None)
+        else:
+            self.tree[location] = tree
 
     def between(self) -> list[str]:
         """The paths of the modules strictly inside a sharded forward."""

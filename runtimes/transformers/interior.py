@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
 from boundary.collectives import Group
-from interleave.fragments import Placed, Refused, Tree
+from interleave.fragments import Placed, Refused, Tree, branch
 from interleave.layout import Layout, Partial, Shard, Whole, assemble
 
-from .fragments import BETWEEN, TransformersFragments
+from .fragments import TransformersFragments
 from .plan import pattern
 
 #: Two lengths, so that a dim that happens to equal the length is told from one that does not.
@@ -46,27 +46,40 @@ def decide(model: Any, fragments: TransformersFragments) -> None:
         model: The root envoy, on ranks.
         fragments: Where the layouts go; it has settled.
     """
-    paths = fragments.between()
+    paths = [*fragments.between(), *fragments.weighing]
     if not paths:
         return
-    root = model.path
-    names = {path: path.removeprefix(f"{root}.") for path in paths}
+    names = {path: path.removeprefix(f"{model.path}.") for path in paths}
     group = fragments.groups["tp"]
     small = shrunken(model._module.config, group.size)
-    kind = (type(model._module).__qualname__, json.dumps(small.to_dict(), sort_keys=True, default=str), group.size)
+    kind = (
+        type(model._module).__qualname__,
+        json.dumps(small.to_dict(), sort_keys=True, default=str),
+        group.size,
+    )
     if kind not in _DECIDED:
         wanted = sorted({pattern(name) for name in names.values()})
         _DECIDED[kind] = compare(type(model._module), small, wanted, group)
-    decided = _DECIDED[kind]
-    for path, name in names.items():
-        for side in ("input", "output"):
-            location = f"{path}.{side}"
-            if location in fragments.tree:
-                tree = decided.get(f"{pattern(name)}.{side}", Refused(BETWEEN))
-                if tree is None:
-                    fragments.tree.pop(location)
-                else:
-                    fragments.tree[location] = tree
+    verdicts = {
+        path: {side: _DECIDED[kind].get(f"{pattern(name)}.{side}", Refused(UNDECIDED)) for side in ("input", "output")}
+        for path, name in names.items()
+    }
+    for path in fragments.between():
+        for side, tree in verdicts[path].items():
+            fragments.decided(f"{path}.{side}", tree)
+    weights = [branch(verdicts[path]["output"], 1) for path in fragments.weighing]
+    for path, node in zip(fragments.weighing, weights, strict=True):
+        if branch(verdicts[path]["output"], 0) is None:
+            fragments.decided(f"{path}.output", None if node is None else (None, node))
+    if weights and all(node == weights[0] for node in weights):
+        tree = None if weights[0] is None else {"attentions": weights[0]}
+        for location in ("result", f"{model.path}.output", f"{base_path(model)}.output"):
+            fragments.decided(location, tree)
+
+
+def base_path(model: Any) -> str:
+    """The path of the base model under a model with a head."""
+    return f"{model.path}.{model._module.base_model_prefix}"
 
 
 def shrunken(config: Any, degree: int) -> Any:
@@ -76,6 +89,7 @@ def shrunken(config: Any, degree: int) -> Any:
     """
     small = copy.deepcopy(config)
     small.distributed_config = None
+    small._attn_implementation = "eager"  # the one that gives its weights
     text = small.get_text_config()
     queries = getattr(text, "num_attention_heads", None)
     keys = getattr(text, "num_key_value_heads", None) or queries
@@ -191,7 +205,7 @@ def detached(value: Any) -> Any:
     return apply(value, lambda tensor: tensor.detach().clone(), torch.Tensor)
 
 
-def verdict_of(truth: Any, piece: Any, group: Group, key: str) -> Tree | list:
+def verdict_of(truth: Any, piece: Any, group: Group, key: str) -> Tree:
     """The layout under which the ranks' pieces give the truth, shaped like the value.
 
     A single node for a value of one kind; a tuple or dict where leaves differ.
@@ -199,9 +213,7 @@ def verdict_of(truth: Any, piece: Any, group: Group, key: str) -> Tree | list:
     if isinstance(truth, torch.Tensor) and isinstance(piece, torch.Tensor):
         return layout_of(truth, piece, group, key)
     if isinstance(truth, list | tuple) and isinstance(piece, list | tuple):
-        return tuple(
-            verdict_of(t, p, group, f"{key}/{i}") for i, (t, p) in enumerate(zip(truth, piece, strict=False))
-        )
+        return tuple(verdict_of(t, p, group, f"{key}/{i}") for i, (t, p) in enumerate(zip(truth, piece, strict=False)))
     if isinstance(truth, dict) and isinstance(piece, dict):
         return {name: verdict_of(truth[name], piece[name], group, f"{key}/{name}") for name in truth if name in piece}
     return None

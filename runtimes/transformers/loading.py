@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from interleave.agreement import Agreement
 from interleave.errors import InterleaveError, Unshardable
@@ -90,7 +90,7 @@ def load(request: LoadRequest) -> TransformersModel:
     agreement = None
     if request.world_size > 1:
         join_world(request)
-        agreement = Agreement(limit=request.limit, stall=request.stall)
+        agreement = Agreement(request.limit, request.stall, driven=request.driven, device_type=request.device_type)
         options["distributed_config"] = DistributedConfig(tp_size=request.tp)
     elif "device_map" not in options:
         options["device_map"] = request.device_type
@@ -101,7 +101,9 @@ def load(request: LoadRequest) -> TransformersModel:
     return build(module, tokenizer_of(source), agreement)
 
 
-def wrap(module: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None = None, **agreement: Any) -> TransformersModel:
+def wrap(
+    module: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None = None, **agreement: Any
+) -> TransformersModel:
     """The envoy tree over a transformers model that is loaded already, in this process.
 
     Args:

@@ -38,8 +38,10 @@ def planned(model: torch.nn.Module) -> dict[str, Any]:
         if style is None:
             continue
         if style not in ALL_PARALLEL_STYLES:
-            raise Unshardable(f"the plan of {type(model).__name__} gives `{name}` the style {style!r}, "
-                              f"which transformers itself does not have")
+            raise Unshardable(
+                f"the plan of {type(model).__name__} gives `{name}` the style {style!r}, "
+                f"which transformers itself does not have"
+            )
         found[name] = ALL_PARALLEL_STYLES[style]
     if not found:
         raise Unshardable(
@@ -51,9 +53,7 @@ def planned(model: torch.nn.Module) -> dict[str, Any]:
 
 def boundaries(model: torch.nn.Module, degree: int) -> dict[str, Boundary]:
     """Module name -> the layouts of its two sides at `degree`. Raises `Unshardable` for a style without a rule."""
-    return {
-        name: boundary(style, model.get_submodule(name), degree, name) for name, style in planned(model).items()
-    }
+    return {name: boundary(style, model.get_submodule(name), degree, name) for name, style in planned(model).items()}
 
 
 def split_sizes(model: torch.nn.Module) -> dict[str, int]:

@@ -115,9 +115,7 @@ def convert(source: Path, directory: Path) -> None:
 
     reader = GGUFReader(source)
     config = llama_config(reader)
-    progress = tqdm(
-        tensors(reader, config), total=len(reader.tensors), desc=f"Converting {NAME} (once)", unit="tensor"
-    )
+    progress = tqdm(tensors(reader, config), total=len(reader.tensors), desc=f"Converting {NAME} (once)", unit="tensor")
     save_file(dict(progress), directory / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(directory)
     tokenizer(reader).save_pretrained(directory)
@@ -197,9 +195,7 @@ def tokenizer(reader: GGUFReader) -> PreTrainedTokenizerFast:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     bpe.decoder = decoders.ByteLevel()
-    control = [
-        token for token, kind in zip(tokens, field("token_type"), strict=True) if kind == CONTROL_TOKEN
-    ]
+    control = [token for token, kind in zip(tokens, field("token_type"), strict=True) if kind == CONTROL_TOKEN]
     bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,

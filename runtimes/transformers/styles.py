@@ -117,6 +117,5 @@ def _features(module: torch.nn.Module, side: str) -> int:
         return module.embedding_dim
     size = getattr(module, f"{side}_features", None)
     if size is None:
-        weight = module.weight
-        size = weight.shape[0 if side == "out" else -1]
-    return int(size)  # type: ignore[arg-type]
+        size = getattr(module, "weight").shape[0 if side == "out" else -1]  # noqa: B009 - a Module's attributes are untyped
+    return int(size)

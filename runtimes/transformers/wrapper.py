@@ -115,7 +115,8 @@ def _from_forward(forward: Any) -> Wrapper | None:
         return None
     cells = _cells(forward)
     mesh = next(
-        (cell.cell_contents for name, cell in cells.items() if isinstance(cell.cell_contents, DeviceMesh)), None
+        (cell.cell_contents for name, cell in cells.items() if isinstance(cell.cell_contents, DeviceMesh)),
+        None,
     )
     own = next((cell for name, cell in cells.items() if name.endswith("forward")), None)
     if mesh is None:

@@ -1,4 +1,4 @@
-"""Exchanges among threads and among real gloo processes: what arrives, what is counted, how disagreement ends."""
+"""Exchanges among threads and among gloo processes: what arrives, what is counted, how disagreement ends."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def exchange_everything(group: Group) -> list[Event]:
-    """Every collective, on every dtype, with strided, uneven, empty and scalar pieces; asserts what arrives."""
+    """Every collective, every dtype; strided, uneven, empty and scalar pieces. Asserts what arrives."""
     ranks = range(group.size)
     with record() as events:
         for dtype in DTYPES:
@@ -310,6 +310,8 @@ def disagree(world: World, name: str, calls: list[tuple[str, str, int]]) -> dict
     try:
         if method == "all_gather":
             group.all_gather(torch.full((length,), float(world.rank)), key=key)
+        elif method == "integers":
+            group.all_gather(torch.full((length,), world.rank, dtype=torch.int32), key=key)
         elif method == "broadcast":
             group.broadcast(torch.ones(length), 0, key)
         error = None
@@ -328,6 +330,8 @@ def disagree(world: World, name: str, calls: list[tuple[str, str, int]]) -> dict
         ("equal size", [("all_gather", "a", 4), ("all_gather", "b", 4)]),
         ("unequal size", [("all_gather", "a", 4), ("all_gather", "b", 4096)]),
         ("one key, two sizes", [("all_gather", "a", 4), ("all_gather", "a", 4096)]),
+        ("one key, two dtypes", [("all_gather", "a", 4), ("integers", "a", 4)]),
+        ("two operations", [("broadcast", "a", 4), ("all_gather", "b", 4)]),
         ("one rank only", [("all_gather", "a", 4), ("none", "", 0)]),
         ("three ranks", [("all_gather", "a", 4), ("all_gather", "a", 4), ("all_gather", "b", 4)]),
     ],
@@ -338,9 +342,10 @@ def test_processes_that_disagree_meet_an_error_within_the_limit(
     replies = pools(len(calls)).run(disagree, name, calls)
     assert any(isinstance(reply["error"], CollectiveTimeout) for reply in replies)
     for (method, key, _), reply in zip(calls, replies, strict=True):
-        assert reply["seconds"] < 4
+        assert reply["seconds"] < 6
         assert reply["again"] == [float(len(calls))] * 3, "a new transport brings the group back"
-        if method != "none":
+        # A broadcast's source only sends, and what it sends may lie in a buffer that nobody reads.
+        if method not in ("none", "broadcast"):
             error = reply["error"]
             assert isinstance(error, CollectiveError), f"{name}: values of two exchanges were mixed"
             assert (error.group, error.key) == (name, key) and error.peer is not None

@@ -1,4 +1,4 @@
-"""The layout algebra: `assemble` and `cut` undo each other, and every rank's gradient is the single process's."""
+"""The layout algebra: `assemble` and `cut` undo each other, and gradients are one process's on every rank."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_zigzag_rows_come_back_in_the_order_of_the_tokens() -> None:
         assert found.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-# Gradients, by `torch.autograd.backward`: nnsight replaces the method of tensors, and threads cannot share it.
+# Gradients, by `torch.autograd.backward`: nnsight replaces the tensors' method, which threads cannot share.
 #
 # The model around the bracket: a rank's piece feeds a function of its own, whose terms the model sums
 # (with an identity backward, as row-parallel layers do); the loss looks at the sum and at the whole. The same
@@ -249,7 +249,7 @@ def test_zigzag_rows_come_back_in_the_order_of_the_tokens() -> None:
 
 
 def term(piece: Tensor, rank: int, live: Tensor) -> Tensor:
-    """What rank's part of the model makes of its piece: nonlinear, different on every rank, blind to padding."""
+    """What the model makes of a piece: nonlinear, different on every rank, blind to padding."""
     return ((piece * live) * (rank + 1.5)).tanh().sum() + ((piece * live) ** 2).sum() * 0.3
 
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from interleave.nnsight_port import BODY_FORWARD
-from tests.harness import Case, Finding, compare
+from runtimes.transformers.smollm2 import smollm2
+from tests.harness import Case, Finding, Report, compare
 from tests.models import KINDS, tiny
 from tests.pool import Pools, World
 
@@ -23,8 +24,20 @@ from tests.pool import Pools, World
 RESERVED = re.compile(r".*(\.layers\[\d+\]\.(keys|values)|(attn|attention)\.output\[1\]).*")
 
 
+#: Which modules are edited. Every layer is read at every degree; what is edited is spread over the degrees.
+FIRST_LAYER = r".*\.layers\.0(\..*)?"
+BUT_THE_FIRST_LAYER = r"(?!.*\.layers\.0\b).*"
+
+ARCHITECTURES = [kind for kind in KINDS if kind != "llama-grouped"]
+
+
 def may_be_refused(finding: Finding) -> bool:
     return RESERVED.fullmatch(finding.name) is not None
+
+
+def check(report: Report) -> None:
+    print(report.table())
+    report.check(may_be_refused)
 
 
 def untold(world: World, case: Case) -> Any:
@@ -38,12 +51,35 @@ def untold(world: World, case: Case) -> Any:
     return Envoy(model)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "llama-grouped"])
-@pytest.mark.parametrize("degree", [2, 3, 4])
-def test_every_value_is_that_of_one_process(pools: Pools, kind: str, degree: int):
-    report = compare(pools(degree), Case(tiny(kind)))
-    print(report.table())
-    report.check(may_be_refused)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_at_degree_2_every_value_is_that_of_one_process(pools: Pools, kind: str):
+    check(compare(pools(2), Case(tiny(kind))))
+
+
+def test_keys_shared_by_several_queries_are_those_of_one_process(pools: Pools):
+    check(compare(pools(2), Case(tiny("llama-grouped"), edited=FIRST_LAYER)))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_attention_that_returns_its_weights_is_that_of_one_process(pools: Pools, kind: str):
+    case = Case(tiny(kind), (("attn_implementation", "eager"),), edited=r".*\.layers\.0\.(self_attn|mlp)(\..*)?")
+    check(compare(pools(2), case, ["read", "cache", "write", "skip", "call"]))
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_at_degree_3_every_value_is_that_of_one_process(pools: Pools, kind: str):
+    check(compare(pools(3), Case(tiny(kind), edited=BUT_THE_FIRST_LAYER)))
+
+
+def test_smollm2_at_degree_3_is_that_of_one_process(pools: Pools):
+    case = Case(smollm2(), ids=((504, 3575, 282, 4649, 314),), edited=r".*\.layers\.17(\..*)?")
+    check(compare(pools(3), case, grads=[False]))
+    check(compare(pools(3), case, ["grad"], [True]))
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_at_degree_4_every_value_is_that_of_one_process(pools: Pools, kind: str):
+    check(compare(pools(4), Case(tiny(kind), edited=FIRST_LAYER), ["read", "cache", "write"]))
 
 
 def test_the_harness_finds_every_piece_that_is_handed_out(pools: Pools):
