@@ -42,7 +42,7 @@ docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 notebooks: $(VENV)/.installed
-	$(TEST_ENV) $(BIN)/python -m pytest --nbmake --overwrite examples/notebooks $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m tests.test_notebooks
 
 bench: $(VENV)/.installed
 	$(TEST_ENV) $(BIN)/python -m pytest tests/benchmarks -s $(ARGS)

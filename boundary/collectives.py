@@ -9,8 +9,10 @@ exchange here carries a *key*, and ranks with different keys never exchange a by
 One primitive does all the work, and a transport is a subclass that supplies it: each rank sends one tensor to
 all of its peers and receives each peer's tensor into a buffer it has allocated, knowing the sizes.
 
-* :class:`GlooGroup`: processes on CPU. Point-to-point messages whose tag hashes the key, the dtype and the
-  shape, so that no message is taken for another. Measured at about half the cost of gloo's all-gather.
+* :class:`SocketGroup`: processes of one machine. Sockets on which each rank writes and reads by itself;
+  measured at a tenth of the cost of gloo's all-gather for 64 KiB.
+* :class:`GlooGroup`: processes on any machines. Point-to-point messages whose tag hashes the key, the dtype and
+  the shape, so that no message is taken for another.
 * :class:`NcclGroup`: processes on GPUs, one batch of point-to-point operations.
 * :class:`ThreadGroup`: threads of one process, which meet in rounds.
 
@@ -20,8 +22,7 @@ inference mode, whatever mode the caller is in) and no gradient: what the gradie
 on what the value means, which the caller knows.
 
 After an error a group is out of step with its peers and must not be used again before its transport is
-replaced.
-This module imports torch alone, so that both packages can stand on it.
+replaced. This module stands on torch alone, so that both packages can stand on it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .sockets import PeerFailed, Sockets
 
 Shape = Sequence[int]
 
@@ -208,9 +211,7 @@ class Group(ABC):
         own = piece.detach()
         if self.size == 1:
             return [own]
-        if shapes is not None and (
-            len(shapes) != self.size or tuple(shapes[self.rank]) != tuple(piece.shape)
-        ):
+        if shapes is not None and (len(shapes) != self.size or tuple(shapes[self.rank]) != tuple(piece.shape)):
             raise ValueError(
                 f"exchange {key!r} of {self!r}: the piece has shape {tuple(piece.shape)}, and the shapes "
                 f"given are {[tuple(shape) for shape in shapes]}"
@@ -295,36 +296,80 @@ def _on_the_wire(value: Tensor) -> Tensor:
     return value.contiguous()
 
 
-class GlooGroup(Group):
-    """Processes on CPU: tagged point-to-point messages over a gloo process group that nobody else uses.
+class HostGroup(Group):
+    """A group whose transport moves host memory: tensors of other devices are staged through it."""
 
-    Tensors of other devices are staged through host memory.
+    def _exchange(self, send: Tensor | None, receive: Sequence[Tensor | None], key: str) -> None:
+        if send is not None and send.device.type != "cpu":
+            send = send.cpu()
+        buffers = [
+            buffer if buffer is None or buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
+            for buffer in receive
+        ]
+        self._exchange_on_host(send, buffers, key)
+        for buffer, landed in zip(receive, buffers, strict=True):
+            if buffer is not None and landed is not None and buffer is not landed:
+                buffer.copy_(landed)
+
+    @abstractmethod
+    def _exchange_on_host(self, send: Tensor | None, receive: Sequence[Tensor | None], key: str) -> None:
+        """`_exchange` of CPU tensors."""
+
+
+class SocketGroup(HostGroup):
+    """Processes of one machine, over sockets of their own. Ranks that disagree raise at once, on both sides.
+
+    Attributes:
+        transport: The connections. Assign others to bring the group back after an error.
+    """
+
+    def __init__(self, transport: Sockets, ranks: Sequence[int], limit: float, name: str = "sockets") -> None:
+        super().__init__(name, ranks, transport.rank, limit)
+        if transport.size != self.size:
+            raise ValueError(f"sockets among {transport.size} ranks cannot carry the ranks {self.ranks}")
+        self.transport = transport
+
+    def _exchange_on_host(self, send: Tensor | None, receive: Sequence[Tensor | None], key: str) -> None:
+        start = time.monotonic()
+        try:
+            self.transport.exchange(
+                None if send is None else _message(send, key),
+                [None if buffer is None else _message(buffer, key) for buffer in receive],
+                self.limit,
+            )
+        except PeerFailed as failure:
+            peer = self.ranks[failure.peer]
+            if failure.timed_out:
+                raise CollectiveTimeout(time.monotonic() - start, self.name, key, peer) from None
+            raise CollectiveError(str(failure), self.name, key, peer) from failure.__cause__
+
+
+def _message(value: Tensor, key: str) -> tuple[str, memoryview]:
+    """What a message is, in words, and a contiguous tensor's memory."""
+    memory = value.view(-1).view(torch.uint8).numpy().data
+    return f"{key!r} with {_description(value.dtype, value.shape)}", memory
+
+
+@lru_cache(maxsize=4096)
+def _description(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{tuple(shape)} of {str(dtype).removeprefix('torch.')}"
+
+
+class GlooGroup(HostGroup):
+    """Processes on any machines: tagged point-to-point messages over a gloo process group nobody else uses.
 
     Attributes:
         transport: The process group. Assign another one to bring the group back after an error.
     """
 
-    def __init__(
-        self, transport: dist.ProcessGroup, ranks: Sequence[int], limit: float, name: str = "gloo"
-    ) -> None:
+    def __init__(self, transport: dist.ProcessGroup, ranks: Sequence[int], limit: float, name: str = "gloo") -> None:
         super().__init__(name, ranks, transport.rank(), limit)
         if transport.size() != self.size:
-            raise ValueError(
-                f"a process group of {transport.size()} ranks cannot carry the ranks {self.ranks}"
-            )
+            raise ValueError(f"a process group of {transport.size()} ranks cannot carry the ranks {self.ranks}")
         self.transport = transport
-        # Starting with the next rank, each on another, spreads the load: no rank is everyone's first peer.
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def _exchange(self, send: Tensor | None, receive: Sequence[Tensor | None], key: str) -> None:
-        buffers = [
-            buffer
-            if buffer is None or buffer.device.type == "cpu"
-            else torch.empty_like(buffer, device="cpu")
-            for buffer in receive
-        ]
-        if send is not None and send.device.type != "cpu":
-            send = send.cpu()
+    def _exchange_on_host(self, send: Tensor | None, receive: Sequence[Tensor | None], key: str) -> None:
         seed = crc32(key.encode())
         transport = self.transport
         start = time.monotonic()
@@ -333,7 +378,7 @@ class GlooGroup(Group):
             # Receives are posted first: a message that finds its buffer needs no second copy.
             works = []
             for peer in reversed(self._peers):
-                if (buffer := buffers[peer]) is not None:
+                if (buffer := receive[peer]) is not None:
                     works.append((peer, transport.recv([buffer], peer, _tag(seed, buffer))))
             if send is not None:
                 tag = _tag(seed, send)
@@ -345,9 +390,6 @@ class GlooGroup(Group):
             if waited >= self.limit or "timed out" in str(error).lower():
                 raise CollectiveTimeout(waited, self.name, key, self.ranks[peer]) from error
             raise CollectiveError(str(error), self.name, key, self.ranks[peer]) from error
-        for buffer, landed in zip(receive, buffers, strict=True):
-            if buffer is not None and landed is not None and buffer is not landed:
-                buffer.copy_(landed)
 
 
 def _tag(seed: int, value: Tensor) -> int:
@@ -356,12 +398,7 @@ def _tag(seed: int, value: Tensor) -> int:
     gloo aborts the process that receives a message longer than its buffer, so messages of another shape or
     dtype have another tag, and the receiver waits in vain.
     """
-    return crc32(_description(value.dtype, value.shape), seed) & 0x7FFFFFFF
-
-
-@lru_cache(maxsize=4096)
-def _description(dtype: torch.dtype, shape: torch.Size) -> bytes:
-    return f"{dtype} {tuple(shape)}".encode()
+    return crc32(_description(value.dtype, value.shape).encode(), seed) & 0x7FFFFFFF
 
 
 class NcclGroup(Group):
@@ -374,9 +411,7 @@ class NcclGroup(Group):
         transport: The process group. Assign another one to bring the group back after an error.
     """
 
-    def __init__(
-        self, transport: dist.ProcessGroup, ranks: Sequence[int], limit: float, name: str = "nccl"
-    ) -> None:
+    def __init__(self, transport: dist.ProcessGroup, ranks: Sequence[int], limit: float, name: str = "nccl") -> None:
         super().__init__(name, ranks, transport.rank(), limit)
         self.transport = transport
 

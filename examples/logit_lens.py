@@ -43,9 +43,7 @@ class Parts:
     """The modules a lens needs, whatever the architecture calls them."""
 
     layers: list[Any]
-    projections: list[
-        Any
-    ]  # per layer: the linear that mixes the heads' outputs, head after head in its input
+    projections: list[Any]  # per layer: the linear that mixes the heads' outputs, head after head in its input
     norm: Any
     head: Any
     num_heads: int
@@ -135,9 +133,7 @@ def search(model: Any, prompt: str, answer: int, limit: int = 4) -> tuple[Values
 def repeat(model: Any, prompt: str, tried: list[Heads]) -> Values:
     """What `lens` and `search` read, read again from another model."""
     values = lens(model, prompt)
-    values |= {
-        f"one head out, layer {i}": silence_each(model, prompt, i) for i in range(len(Parts.of(model).layers))
-    }
+    values |= {f"one head out, layer {i}": silence_each(model, prompt, i) for i in range(len(Parts.of(model).layers))}
     return values | {f"without {names(heads)}": silence(model, prompt, heads) for heads in tried}
 
 
@@ -163,9 +159,7 @@ def word(tokenizer: Any, token: int) -> str:
     if text.isspace():
         return "".join("↵" if character == "\n" else "␣" for character in text)
     text = text.removeprefix(" ")
-    return "".join(
-        character if character.isprintable() and ord(character) < 0x250 else "�" for character in text
-    )
+    return "".join(character if character.isprintable() and ord(character) < 0x250 else "�" for character in text)
 
 
 def guesses(tokenizer: Any, probabilities: torch.Tensor, count: int) -> list[str]:
@@ -208,9 +202,7 @@ def draw(values: Values, tokenizer: Any, prompt: str, path: Path) -> None:
     num_layers, num_positions = tokens.shape
     inputs = tokenizer(prompt).input_ids
 
-    figure, axes = plt.subplots(
-        figsize=(2.4 + 1.35 * num_positions, 1.6 + 0.3 * num_layers), layout="constrained"
-    )
+    figure, axes = plt.subplots(figsize=(2.4 + 1.35 * num_positions, 1.6 + 0.3 * num_layers), layout="constrained")
     image = axes.imshow(probabilities, aspect="auto", origin="lower", cmap="viridis", vmin=0, vmax=1)
     for layer in range(num_layers):
         for position in range(num_positions):
@@ -243,9 +235,7 @@ def main(
     ] = None,
     tp: Annotated[int, typer.Option(help="How many ranks the model is split over.")] = 3,
     prompt: Annotated[str, typer.Option(help="What the model reads.")] = "The capital of France is",
-    picture: Annotated[Path, typer.Option(help="Where the heat map is written.")] = Path(
-        "out/logit-lens.png"
-    ),
+    picture: Annotated[Path, typer.Option(help="Where the heat map is written.")] = Path("out/logit-lens.png"),
 ) -> None:
     """A logit lens on TP ranks, checked number by number against one process."""
     console = Console(width=110, soft_wrap=True)

@@ -32,7 +32,7 @@ class Cache(port.Cache):
         super().__init__(*args, **kwargs)
 
     @property
-    def entries(self) -> dict[str, list[port.Entry]]:  # type: ignore[override]
+    def entries(self) -> dict[str, list[port.Entry]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Module path -> one entry per visit."""
         if self._settle is not None and not self._recording:
             self._settle()

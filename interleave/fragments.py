@@ -212,11 +212,12 @@ class Fragments(port.Fragments):
 
     def layout(self, location: str) -> Tree:
         """The layout of the value at `location`; None means whole. Answers alike on every rank."""
-        found = self.tree.get(location)
-        if found is None and ".source." in location:
+        if location in self.tree:
+            return self.tree[location]
+        if ".source." in location:
             reason = self.interior.get(location.partition(".source.")[0])
             return None if reason is None else Refused(reason)
-        return found
+        return None
 
     def parameter(self, path: str, parameter: Any) -> Placed | None:
         """How a sharded parameter is spread; None if every rank holds all of it. For a runtime to say."""

@@ -94,7 +94,7 @@ class Model(Envoy):
         return super().session(backend=backend or self._backend(), **kwargs)
 
     def _backend(self) -> Any:
-        return None if self.ranks is None else self.ranks.backend()
+        return None if self.ranks is None else self.ranks.backend(self)
 
     def interleave(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `fn` in step with the registered blocks. Every rank must make the call."""

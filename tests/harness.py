@@ -1,8 +1,9 @@
 """The judge of a sharded model: the same blocks on one process and on N ranks, compared everywhere.
 
 `tests.plan` says what there is to compare: every leaf of every value that one process passes between modules.
-`tests.operations` are the blocks. Here they are played on the reference - nnsight's own `Envoy` around an unsharded
-model, in which nothing of this project takes part - and on every rank of a sharded one, and each name gets a verdict:
+`tests.operations` are the blocks. Here they are played on the reference - nnsight's own `Envoy` around an
+unsharded model, in which nothing of this project takes part - and on every rank of a sharded one, and each
+name gets a verdict:
 
 * *right*: shape and dtype equal, every position within 1e-5 of the reference's largest magnitude, on every rank;
 * *refused*: every rank raised `UnknownLayout` at that access;
@@ -50,7 +51,10 @@ OPERATIONS: dict[str, Callable[[Any, Plan], Log]] = {
     "skip": operations.skip,
     "call": operations.call,
     "grad": operations.grad,
+    "source": operations.source,
 }
+#: What `compare` plays unless it is told otherwise.
+USUAL = tuple(name for name in OPERATIONS if name != "source")
 EDITS = ("write", "skip")
 
 #: Two rows of seven tokens.
@@ -130,7 +134,7 @@ class Report:
 def compare(
     pool: Pool,
     case: Case,
-    chosen: Sequence[str] = tuple(OPERATIONS),
+    chosen: Sequence[str] = USUAL,
     grads: Sequence[bool] = (False, True),
     loader: Loader | None = None,
     timeout: float = 180.0,
@@ -163,10 +167,11 @@ def united(findings: Sequence[Finding]) -> Finding:
 
 
 def agree(pool: Pool, case: Case, block: Callable[[Any], Any]) -> Any:
-    """Call `block(model)`, a module-level function, on one process and on every rank, and compare what it returns.
+    """Call `block(model)`, a module-level function, on one process and on every rank, and compare what it
+    returns.
 
-    Here the one process, too, runs this project's code: for what nnsight's plain `Envoy` has not, such as prompts
-    of several rows or generation.
+    Here the one process, too, runs this project's code: for what nnsight's plain `Envoy` has not, such as
+    prompts of several rows or generation.
 
     Returns:
         What the block returned on one process.
@@ -193,7 +198,7 @@ def played(world: World, case: Case, block: Callable[[Any], Any]) -> list[tuple[
     return [(way, kept(leaf)) for way, leaf in leaves(block(loaded(world, case)))]
 
 
-# -- the side of the one process -------------------------------------------------------------------------------------
+# -- the side of the one process -----------------------------------------------------------------------------
 
 
 @functools.cache
@@ -226,14 +231,15 @@ def reference(case: Case, plays: tuple[Play, ...]) -> Path:
 
 
 def plans_of(module: torch.nn.Module, case: Case) -> dict[str, Plan]:
-    """For each operation what it covers. Reads see a KV cache; where a run is repeated or edited there is none."""
+    """For each operation what it covers. Reads see a KV cache; where a run is repeated or edited there is
+    none."""
     ids = torch.tensor(case.ids)
     # A mask is given because the front end of a trace would add it to inputs that have none.
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     cached = survey(module, inputs)
     whole = survey(module, inputs | {"use_cache": False})
     some = Plan(whole.inputs, [v for v in whole.visits if re.fullmatch(case.edited, v.module)], whole.logits)
-    return {"read": cached, "cache": whole, "write": some, "skip": some, "call": some, "grad": some}
+    return {"read": cached, "cache": whole, "write": some, "skip": some, "call": some, "grad": some, "source": some}
 
 
 def is_idle(logits: Any, unedited: torch.Tensor) -> bool:
@@ -243,7 +249,7 @@ def is_idle(logits: Any, unedited: torch.Tensor) -> bool:
     return not float((logits - unedited).abs().max()) >= EFFECT * float(unedited.abs().max())
 
 
-# -- the side of a rank ------------------------------------------------------------------------------------------
+# -- the side of a rank --------------------------------------------------------------------------------------
 
 
 def load(world: World, case: Case) -> Any:
@@ -277,6 +283,9 @@ def examine(world: World, loader: Loader, case: Case, file: Path) -> list[Findin
 
 def judge(expected: Any, found: Any) -> tuple[Verdict, str]:
     """The verdict on what a rank noted where one process noted `expected`, and what is the matter with it."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        verdicts = [judge(value, found.get(name, Failed("absent"))) for name, value in expected.items()]
+        return max(verdicts, key=lambda verdict: ("right", "refused", "wrong").index(verdict[0]), default=("right", ""))
     if isinstance(expected, Failed):
         return ("right", "") if isinstance(found, Failed | Refused) else ("wrong", f"one process: {expected.message}")
     if isinstance(found, Refused):

@@ -1,8 +1,8 @@
 """Tiny random models of real architectures, built once and saved where every rank can load them.
 
-Each is its HuggingFace class at a size where every dim divides by 12, so that degrees 2, 3 and 4 all work. They are
-made to betray mistakes: biases and norm weights are drawn, not zeros and ones, so a bias that is lost or added twice
-shows; weights are large enough that every module moves the logits.
+Each is its HuggingFace class at a size where every dim divides by 12, so that degrees 2, 3 and 4 all work.
+They are made to betray mistakes: biases and norm weights are drawn, not zeros and ones, so a bias that is
+lost or added twice shows; weights are large enough that every module moves the logits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The blocks that are run on one process and on every rank: reads, edits, skips, calls, caches, gradients.
 
-An operation plays its blocks on whatever traceable model it is given and returns a log: what it saw, under names that
-depend on the plan alone. A refusal (`UnknownLayout`) is noted where it is raised and the block goes on, as a user's
-`try` would; anything else that is raised ends the trace and is noted under every name the trace left open.
+An operation plays its blocks on whatever traceable model it is given and returns a log: what it saw, under
+names that depend on the plan alone. A refusal (`UnknownLayout`) is noted where it is raised and the block
+goes on, as a user's `try` would; anything else that is raised ends the trace and is noted under every name
+the trace left open.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 
 from interleave.errors import UnknownLayout
+from interleave.nnsight_port import SourceNotAvailable
 
-from .plan import Plan, Spot, Visit, copied, fetch, kept, mapped, pattern, replaced
+from .plan import Plan, Spot, Visit, copied, fetch, kept, leaves, mapped, pattern, replaced
 
 Log = dict[str, Any]
 
@@ -75,12 +77,16 @@ def value_at(model: Any, visit: Visit) -> Any:
     return envoy.inputs if visit.side == "input" else envoy.output
 
 
-def leaf_at(value: Any, spot: Spot) -> Any:
-    """The leaf of `value` at `spot`. Raises `UnknownLayout` where a stand-in was put for it."""
-    leaf = fetch(value, spot.path)
-    if spot.shape is not None and leaf is not None:
-        leaf.shape  # noqa: B018 - what is withheld raises when it is used, not when it is passed on
+def used(leaf: Any) -> Any:
+    """The leaf itself. Raises `UnknownLayout` for a stand-in, which does so when it is used, not when it is
+    got."""
+    getattr(leaf, "shape", None)
     return leaf
+
+
+def leaf_at(value: Any, spot: Spot) -> Any:
+    """The leaf of `value` at `spot`. Raises `UnknownLayout` if it is withheld."""
+    return used(fetch(value, spot.path))
 
 
 def logits_of(model: Any, plan: Plan) -> torch.Tensor:
@@ -88,11 +94,12 @@ def logits_of(model: Any, plan: Plan) -> torch.Tensor:
     return model._module(**copied(plan.inputs)).logits
 
 
-# -- reading -----------------------------------------------------------------------------------------------------
+# -- reading -------------------------------------------------------------------------------------------------
 
 
 def read(model: Any, plan: Plan) -> Log:
-    """Every leaf of every visit in one trace, and whether the logits are bit for bit those of an unwatched run."""
+    """Every leaf of every visit in one trace, and whether the logits are bit for bit those of an unwatched
+    run."""
     log: Log = {}
     watched: list[torch.Tensor] = []
 
@@ -132,7 +139,38 @@ def cache(model: Any, plan: Plan) -> Log:
     return log
 
 
-# -- editing: every name is an edit, every value the logits that it leads to -----------------------------------------
+def source(model: Any, plan: Plan) -> Log:
+    """The output of every operation in every module's forward; one trace an operation."""
+    log: Log = {}
+    for visit in plan.visits:
+        if visit.side == "output":
+            try:
+                names = envoy_of(model, visit.module).source.names
+            except SourceNotAvailable:
+                continue
+            for name in names:
+                read_operation(log, model, plan, visit.module, name)
+    return log
+
+
+def read_operation(log: Log, model: Any, plan: Plan, module: str, operation: str) -> None:
+    """Note the leaves of one operation's output, each under its place in it."""
+    name = f"{module}.source.{operation}.output"
+
+    def block(tracer: Any) -> None:
+        value = getattr(envoy_of(model, module).source, operation).output
+        found: Log = {}
+        for way, leaf in leaves(value):
+            place = "".join(str(step) for step in way)
+            with refusals(found, place):
+                found[place] = kept(used(leaf))
+        log[name] = found
+
+    with ended(log, [name]):
+        play(model, plan.inputs, block)
+
+
+# -- editing: every name is an edit, every value the logits that it leads to ---------------------------------
 
 
 def write(model: Any, plan: Plan) -> Log:
@@ -192,7 +230,7 @@ def altered(tensor: torch.Tensor, scale: float | None) -> torch.Tensor:
     return tensor * 1.5 + 0.25 * (scale or 1.0) * pattern(tensor.shape)
 
 
-# -- calling -----------------------------------------------------------------------------------------------------
+# -- calling -------------------------------------------------------------------------------------------------
 
 
 def call(model: Any, plan: Plan) -> Log:
@@ -237,14 +275,15 @@ def call(model: Any, plan: Plan) -> Log:
 CALLS = ("called in its visit", "after a call of it", "called after the run")
 
 
-# -- differentiating ---------------------------------------------------------------------------------------------
+# -- differentiating -----------------------------------------------------------------------------------------
 
 
 def grad(model: Any, plan: Plan) -> Log:
-    """The gradient at every tensor of the run: of a loss over the logits, and of a loss over that tensor itself.
+    """The gradient at every tensor of the run: of a loss over the logits, and of a loss over that tensor
+    itself.
 
-    A tensor that one process meets at several spots - a module's output is the next one's input - is taken once
-    where it first appears and, in another trace, once where it last does.
+    A tensor that one process meets at several spots - a module's output is the next one's input - is taken
+    once where it first appears and, in another trace, once where it last does.
     """
     first: dict[int, tuple[Visit, Spot]] = {}
     last: dict[int, tuple[Visit, Spot]] = {}

@@ -1,8 +1,9 @@
 """What one process does: every value that enters or leaves a module, leaf by leaf.
 
-The list of what a sharded model must get right is never of our making. `survey` runs the unsharded model once, plain
-torch without any tracing, and notes each module's first inputs and output, keyword arguments included. The result is
-a `Plan`: the visits in the order of the run, and for each the leaves that are there to be read and written.
+The list of what a sharded model must get right is never of our making. `survey` runs the unsharded model
+once, plain torch without any tracing, and notes each module's first inputs and output, keyword arguments
+included. The result is a `Plan`: the visits in the order of the run, and for each the leaves that are there
+to be read and written.
 """
 
 from __future__ import annotations
@@ -151,9 +152,7 @@ def survey(model: torch.nn.Module, inputs: dict[str, Any]) -> Plan:
                 lambda _, args, kwargs, name=name: note(name, "input", (args, kwargs)), with_kwargs=True
             )
         )
-        hooks.append(
-            module.register_forward_hook(lambda _, args, output, name=name: note(name, "output", output))
-        )
+        hooks.append(module.register_forward_hook(lambda _, args, output, name=name: note(name, "output", output)))
     try:
         logits = model(**copied(inputs)).logits.detach()
     finally:

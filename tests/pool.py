@@ -1,7 +1,7 @@
 """Ranks for the tests: real processes with real collectives, started once and sent work.
 
-A rank spends several seconds importing torch, transformers and nnsight, so no test starts its own. A `Pool` is a
-world of N processes that stays alive and calls what it is sent on every rank:
+A rank spends several seconds importing torch, transformers and nnsight, so no test starts its own. A `Pool`
+is a world of N processes that stays alive and calls what it is sent on every rank:
 
     def doubled(world, value):          # a module-level function: it is pickled by reference
         total = torch.tensor([value * world.rank])
@@ -10,12 +10,12 @@ world of N processes that stays alive and calls what it is sent on every rank:
 
     pools(3).run(doubled, 2)            # [6, 6, 6]: one result per rank
 
-`world.cache` is a rank's own dict and lives as long as the pool: a model is loaded there once and used by many
-tests. Nothing else is promised to survive from one call to the next.
+`world.cache` is a rank's own dict and lives as long as the pool: a model is loaded there once and used by
+many tests. Nothing else is promised to survive from one call to the next.
 
-A pool in which anything raised, died or hung is ended with all its ranks and replaced at the next use: whatever
-state its groups are in, the next test does not inherit it. A rank notices the end of the pytest process as the end
-of its channel, in a thread of its own, and exits even from inside a collective.
+A pool in which anything raised, died or hung is ended with all its ranks and replaced at the next use:
+whatever state its groups are in, the next test does not inherit it. A rank notices the end of the pytest
+process as the end of its channel, in a thread of its own, and exits even from inside a collective.
 """
 
 from __future__ import annotations
@@ -257,9 +257,7 @@ def serve(descriptor: int) -> None:
 
     world = World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    dist.init_process_group(
-        "gloo", store=store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT
-    )
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT)
     channel.send_bytes(pickle.dumps(None))
     while True:
         channel.send_bytes(_reply(world, work.get()))

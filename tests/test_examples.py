@@ -75,8 +75,6 @@ class Tokenizer:
         return [" Paris", "ing", " ", "\n", "  ", "漢"][tokens[0]]
 
 
-@pytest.mark.parametrize(
-    ("token", "shown"), [(0, "Paris"), (1, "ing"), (2, "␣"), (3, "↵"), (4, "␣␣"), (5, "�")]
-)
+@pytest.mark.parametrize(("token", "shown"), [(0, "Paris"), (1, "ing"), (2, "␣"), (3, "↵"), (4, "␣␣"), (5, "�")])
 def test_every_token_is_visible(logit_lens: ModuleType, token: int, shown: str):
     assert logit_lens.word(Tokenizer(), token) == shown

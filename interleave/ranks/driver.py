@@ -119,7 +119,8 @@ class Ranks:
         if first is not None and first.packed is not None and not isinstance(error, DivergedBlock):
             tensors = Incoming(first.packed.table, replies[0].arena)
             unpacker = Unpacker(first.packed.pickle, tree, tensors, sent.objects, sent.tensors)
-            values, changes, changed, grads = unpacker.load()
+            values, edits, changes, changed, grads = unpacker.load()
+            tree.add_edits(edits)
             for change in changes:
                 apply(change, sent.objects[change.number])
             apply_tensors(sent.tensors, changed, grads)

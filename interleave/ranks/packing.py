@@ -74,6 +74,17 @@ class Tree:
             )
         return self._envoys[path]
 
+    def take_edits(self) -> dict[str, list[port.Mediator]]:
+        """The edits that lie on the tree's own envoys, by path; they are taken off."""
+        edits = {path: envoy._edits for path, envoy in self._envoys.items() if envoy._edits}
+        for path in edits:
+            self._envoys[path].clear_edits()
+        return edits
+
+    def add_edits(self, edits: dict[str, list[port.Mediator]]) -> None:
+        for path, added in edits.items():
+            self._envoys[path]._edits.extend(added)
+
 
 class Place(NamedTuple):
     """Stands in a pickle for the envoy at `path`."""

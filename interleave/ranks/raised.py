@@ -7,6 +7,7 @@ travel as names and numbers, from which the driver builds a traceback that displ
 
 from __future__ import annotations
 
+import inspect
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,20 +15,14 @@ from types import TracebackType
 from typing import Any
 
 import cloudpickle
-import nnsight
 from tblib import Traceback
 
 from .. import nnsight_port as port
 from ..errors import DivergedBlock, InterleaveError
 
 #: Frames of these packages say nothing about the user's code.
-_PLUMBING = tuple(
-    os.path.join(str(root), "")
-    for root in (
-        Path(nnsight.__file__).parent,
-        *(Path(__file__).parents[2] / p for p in ("interleave", "runtimes", "boundary")),
-    )
-)
+_OURS = [Path(__file__).parents[2] / package for package in ("interleave", "runtimes", "boundary")]
+_PLUMBING = tuple(os.path.join(root, "") for root in (Path(inspect.getfile(port.Envoy)).parents[1], *_OURS))
 
 
 @dataclass

@@ -162,12 +162,14 @@ class Rank:
                 error = Raised.of(raised)
             if self.rank == 0:
                 random = RandomState.now()
+        # An edit made in place inside a session belongs to the driver's tree, which sends its edits along.
+        edits = tree.take_edits()
         if self.rank != 0:
             return Reply(error=error), None
         outgoing = Outgoing(detach=True)
         try:
             packed, _ = pack(
-                (values, captured.changes(), captured.tensor_changes(), captured.grad_changes()),
+                (values, edits, captured.changes(), captured.tensor_changes(), captured.grad_changes()),
                 lambda file: Packer(file, tree, outgoing, captured.known),
             )
             table, arena = outgoing.finish()

@@ -182,7 +182,7 @@ class Outgoing:
         low = min(starts) // ALIGNMENT * ALIGNMENT
         high = max(start + _span(tensor) for start, tensor in zip(starts, tensors, strict=True))
         covered = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
-        covered.set_(tensors[0].untyped_storage(), low, (high - low,))
+        covered.set_(tensors[0].untyped_storage(), low, (high - low,), (1,))
         placed = {}
         for place, tensor, start in zip(members, tensors, starts, strict=True):
             original = self.tensors[place]

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from interleave import nnsight_port as port
 from interleave.agreement import Agreement
 from interleave.errors import UnknownLayout
-from interleave.fragments import Fragments, Placed, Refused, Tree, unknown
+from interleave.fragments import Fragments, Placed, Refused, unknown
 from interleave.layout import Block, Shard, chunk_widths
 
 from .styles import Boundary, boundary
@@ -95,13 +95,6 @@ class TransformersFragments(Fragments):
             for path in (root.path, f"{root.path}.{base}"):
                 self.tree[f"{path}.output"] = {"attentions": Refused(WEIGHTS)}
             self.tree["result"] = {"attentions": Refused(WEIGHTS)}
-
-    def decided(self, location: str, tree: Tree) -> None:
-        """Enter what was found out about a location; None is whole."""
-        if tree is None:
-            self.tree.pop(location, None)
-        else:
-            self.tree[location] = tree
 
     def between(self) -> list[str]:
         """The paths of the modules strictly inside a sharded forward."""

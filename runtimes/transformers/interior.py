@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
 from boundary.collectives import Group
+from interleave import nnsight_port as port
 from interleave.fragments import Placed, Refused, Tree, branch
 from interleave.layout import Layout, Partial, Shard, Whole, assemble
 
 from .fragments import TransformersFragments
 from .plan import pattern
+from .wrapper import installed, tap_outside
 
 #: Two lengths, so that a dim that happens to equal the length is told from one that does not.
 LENGTHS = (5, 7)
@@ -38,43 +40,43 @@ _DECIDED: dict[tuple[str, str, int], dict[str, Tree]] = {}
 
 
 def decide(model: Any, fragments: TransformersFragments) -> None:
-    """Give every module between a split output and a split input its layouts, or leave it refused.
+    """Give what lies between a split output and a split input its layouts, or leave it refused.
 
+    That is: the modules there, the operations of the forwards around them (`.source`), and attention weights.
     Every rank must call it.
 
     Args:
         model: The root envoy, on ranks.
         fragments: Where the layouts go; it has settled.
     """
-    paths = [*fragments.between(), *fragments.weighing]
-    if not paths:
+    parents = fragments.parents()
+    if not parents:
         return
-    names = {path: path.removeprefix(f"{model.path}.") for path in paths}
     group = fragments.groups["tp"]
     small = shrunken(model._module.config, group.size)
-    kind = (
-        type(model._module).__qualname__,
-        json.dumps(small.to_dict(), sort_keys=True, default=str),
-        group.size,
-    )
+    kind = (type(model._module).__qualname__, json.dumps(small.to_dict(), sort_keys=True, default=str), group.size)
     if kind not in _DECIDED:
-        wanted = sorted({pattern(name) for name in names.values()})
+        wanted = {pattern(path.removeprefix(f"{model.path}.")) for path in parents}
         _DECIDED[kind] = compare(type(model._module), small, wanted, group)
-    verdicts = {
-        path: {side: _DECIDED[kind].get(f"{pattern(name)}.{side}", Refused(UNDECIDED)) for side in ("input", "output")}
-        for path, name in names.items()
-    }
-    for path in fragments.between():
-        for side, tree in verdicts[path].items():
-            fragments.decided(f"{path}.{side}", tree)
-    weights = [branch(verdicts[path]["output"], 1) for path in fragments.weighing]
-    for path, node in zip(fragments.weighing, weights, strict=True):
-        if branch(verdicts[path]["output"], 0) is None:
-            fragments.decided(f"{path}.output", None if node is None else (None, node))
-    if weights and all(node == weights[0] for node in weights):
-        tree = None if weights[0] is None else {"attentions": weights[0]}
+    decided = _DECIDED[kind]
+    for envoy in model.modules():
+        prefix = pattern(envoy.path.removeprefix(f"{model.path}."))
+        if envoy.path in fragments.boundaries or envoy.path not in fragments.interior:
+            continue
+        for location, tree in decided.items():
+            module, _, rest = location.partition("/")
+            if module == prefix and (rest == "output" or envoy.path not in parents or "." in rest):
+                fragments.tree[f"{envoy.path}.{rest}"] = tree
+    spread_weights(model, fragments)
+
+
+def spread_weights(model: Any, fragments: TransformersFragments) -> None:
+    """A model's `attentions` are its attention modules' weights: they have their layout, if that is one."""
+    nodes = [branch(fragments.tree.get(f"{path}.output"), 1) for path in fragments.weighing]
+    if nodes and all(node == nodes[0] for node in nodes):
+        tree = None if nodes[0] is None else {"attentions": nodes[0]}
         for location in ("result", f"{model.path}.output", f"{base_path(model)}.output"):
-            fragments.decided(location, tree)
+            fragments.tree[location] = tree
 
 
 def base_path(model: Any) -> str:
@@ -114,17 +116,18 @@ def shrunken(config: Any, degree: int) -> Any:
     return small
 
 
-def compare(cls: type, config: Any, wanted: list[str], group: Group) -> dict[str, Tree]:
-    """Run the twin on one process and across `group`, and find each location's layout.
+def compare(cls: type, config: Any, wanted: set[str], group: Group) -> dict[str, Tree]:
+    """Run the twin on one process and across `group`, and find the layout of everything below `wanted`.
 
     Args:
         cls: The model's class.
         config: The shrunken config.
-        wanted: Module name patterns.
+        wanted: Patterns of the modules that hold both a split output and a split input.
         group: The ranks; all of them call.
 
     Returns:
-        `"{pattern}.input"` and `"{pattern}.output"` -> the tree; None for whole; a refusal where undecided.
+        `"{module pattern}/{side}"` - the side is `input`, `output` or `source.{operation}.input` and so on - and
+        the tree there: None for whole, a refusal where undecided.
     """
     with torch.random.fork_rng(), quiet():
         torch.manual_seed(0)
@@ -137,18 +140,66 @@ def compare(cls: type, config: Any, wanted: list[str], group: Group) -> dict[str
             dtype=torch.float32,
             distributed_config=DistributedConfig(tp_size=group.size),
         ).eval()
-    verdicts: dict[str, list[Any]] = {}
-    with torch.no_grad():
-        for length in LENGTHS:
-            ids = torch.arange(2 * length).reshape(2, length) % (config.get_text_config().vocab_size - 2) + 2
-            truths, pieces = observe(alone, wanted, ids), observe(spread, wanted, ids)
-            for location in sorted(set(truths) & set(pieces)):
-                verdict = verdict_of(truths[location], pieces[location], group, f"twin/{length}/{location}")
-                verdicts.setdefault(generic(location), []).append(verdict)
-    decided: dict[str, Tree] = {}
-    for location, found in verdicts.items():
-        decided[location] = merged(found)
-    return decided
+    device = next(spread.parameters()).device
+    alone.to(device)
+    found: dict[str, list[Tree]] = {}
+    truth, piece = Witness(alone, wanted), Witness(spread, wanted)
+    for length in LENGTHS:
+        ids = torch.arange(2 * length).reshape(2, length) % (config.get_text_config().vocab_size - 2) + 2
+        truths, pieces = truth.run(ids.to(device)), piece.run(ids.to(device))
+        for location in sorted(truths.keys() & pieces.keys()):
+            verdict = verdict_of(truths[location], pieces[location], group, f"twin/{length}/{location}")
+            module, _, side = location.partition("/")
+            found.setdefault(f"{pattern(module)}/{side}", []).append(verdict)
+    return {location: merged(verdicts) for location, verdicts in found.items()}
+
+
+class Witness(port.Interleaver):
+    """Sees every value that one forward of a model brings to the locations below some of its modules.
+
+    Args:
+        model: A twin, alone or spread.
+        wanted: Patterns of modules.
+    """
+
+    def __init__(self, model: torch.nn.Module, wanted: set[str]) -> None:
+        super().__init__()
+        self.seen: dict[str, Any] = {}
+        self.model = model
+        for module in model.modules():
+            if (wrapper := installed(module)) is not None:
+                tap_outside(module, wrapper)
+        self.tree = port.Envoy(model, interleaver=self)
+        self.below: list[str] = []
+        for envoy in self.tree.modules():
+            name = envoy.path.removeprefix(f"{self.tree.path}.")
+            if pattern(name) in wanted:
+                self.below.append(f"{envoy.path}.")
+                with suppress(port.SourceNotAvailable):
+                    port.install_source(envoy)
+
+    def run(self, ids: torch.Tensor) -> dict[str, Any]:
+        """One forward; `"{module}/{side}"` -> the first value there, copied."""
+        self.seen = {}
+        self.interleaving = self.busy = True
+        try:
+            with torch.no_grad():
+                self.model(input_ids=ids, use_cache=True)
+        finally:
+            self.interleaving = self.busy = False
+        return self.seen
+
+    def handle(self, provider: str, value: Any) -> Any:
+        if value is not port.NO_SKIP and provider.startswith(tuple(self.below)):
+            path = provider.removeprefix(f"{self.tree.path}.")
+            if ".source." in path:
+                module, _, operation = path.partition(".source.")
+                location = f"{module}/source.{operation}"
+            else:
+                module, _, side = path.rpartition(".")
+                location = f"{module}/{side}"
+            self.seen.setdefault(location, port.apply(value, lambda t: t.detach().clone(), torch.Tensor))
+        return value
 
 
 def stir(model: torch.nn.Module) -> None:
@@ -172,50 +223,16 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def generic(location: str) -> str:
-    """A location with its layer numbers as `*`."""
-    name, _, side = location.rpartition(".")
-    return f"{pattern(name)}.{side}"
-
-
-def observe(model: torch.nn.Module, wanted: list[str], ids: torch.Tensor) -> dict[str, Any]:
-    """What the wanted modules take and give in one forward: location -> value, from outside any wrapper."""
-    seen: dict[str, Any] = {}
-    handles = []
-    for name, module in model.named_modules():
-        if pattern(name) not in wanted:
-            continue
-
-        def look(_: Any, args: tuple, kwargs: dict, output: Any, name: str = name) -> None:
-            seen.setdefault(f"{name}.input", detached((args, kwargs)))
-            seen.setdefault(f"{name}.output", detached(output))
-
-        handles.append(module.register_forward_hook(look, with_kwargs=True))
-    try:
-        model(input_ids=ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
-
-
-def detached(value: Any) -> Any:
-    from interleave.nnsight_port import apply
-
-    return apply(value, lambda tensor: tensor.detach().clone(), torch.Tensor)
-
-
 def verdict_of(truth: Any, piece: Any, group: Group, key: str) -> Tree:
-    """The layout under which the ranks' pieces give the truth, shaped like the value.
-
-    A single node for a value of one kind; a tuple or dict where leaves differ.
-    """
+    """The layout under which the ranks' pieces give the truth, shaped like the value."""
     if isinstance(truth, torch.Tensor) and isinstance(piece, torch.Tensor):
         return layout_of(truth, piece, group, key)
     if isinstance(truth, list | tuple) and isinstance(piece, list | tuple):
         return tuple(verdict_of(t, p, group, f"{key}/{i}") for i, (t, p) in enumerate(zip(truth, piece, strict=False)))
     if isinstance(truth, dict) and isinstance(piece, dict):
         return {name: verdict_of(truth[name], piece[name], group, f"{key}/{name}") for name in truth if name in piece}
+    if isinstance(truth, int | float | str) and truth != piece:
+        return Refused(UNDECIDED)
     return None
 
 
@@ -226,7 +243,7 @@ def layout_of(truth: torch.Tensor, piece: torch.Tensor, group: Group, key: str) 
         whole = assemble(piece.contiguous(), layout, group, f"{key}?{number}")
         fits = whole.shape == truth.shape and close(whole, truth)
         # One rank's rounding must not decide for itself alone: the ranks count their votes.
-        votes = group.all_reduce(torch.tensor([float(fits)]), f"{key}?{number}/votes")
+        votes = group.all_reduce(torch.tensor([float(fits)], device=truth.device), f"{key}?{number}/votes")
         if votes.item() == group.size:
             fitting.append(layout)
     if len(fitting) != 1:
@@ -240,7 +257,7 @@ def candidates(truth: torch.Tensor, piece: torch.Tensor, degree: int) -> Iterato
         return
     if truth.shape == piece.shape:
         yield Whole()
-        if truth.is_floating_point():
+        if truth.is_floating_point() and truth.dim():
             yield Partial()
         return
     differing = [dim for dim in range(truth.dim()) if truth.shape[dim] != piece.shape[dim]]

@@ -13,7 +13,7 @@ from interleave.interleaver import Interleaver
 from interleave.model import Model
 
 
-class TransformersModel(Model, port.TransformersModel):
+class TransformersModel(Model, port.TransformersModel):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The envoy tree over a transformers model: `trace`, `generate`, `session`, `edit`, `layout`.
 
     Args:

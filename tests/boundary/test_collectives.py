@@ -20,9 +20,11 @@ from boundary.collectives import (
     GlooGroup,
     Group,
     NcclGroup,
+    SocketGroup,
     ThreadGroup,
     record,
 )
+from boundary.sockets import Sockets
 from tests.pool import Pools, World
 from tests.worlds import run_world
 
@@ -182,9 +184,7 @@ def test_recordings_nest_and_end() -> None:
             with record() as inner:
                 group.all_reduce(torch.ones(1), "b")
         group.all_reduce(torch.ones(1), "c")
-        return len([e for e in outer if e.rank == group.rank]), len(
-            [e for e in inner if e.rank == group.rank]
-        )
+        return len([e for e in outer if e.rank == group.rank]), len([e for e in inner if e.rank == group.rank])
 
     assert run_world(2, rank_main) == [(3, 1), (3, 1)]
 
@@ -206,9 +206,7 @@ def test_a_group_checks_its_place() -> None:
         ThreadGroup.create((0, 1), limit=0)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [(("a", 4), ("b", 4)), (("a", 4), ("b", 6)), (("a", 4), ("a", 6))]
-)
+@pytest.mark.parametrize(("first", "second"), [(("a", 4), ("b", 4)), (("a", 4), ("b", 6)), (("a", 4), ("a", 6))])
 def test_threads_that_disagree_raise_at_once(first: tuple[str, int], second: tuple[str, int]) -> None:
     calls = [first, second]
     raised: list[CollectiveError] = []
@@ -254,9 +252,7 @@ def test_a_rank_that_raises_frees_the_others() -> None:
         run_world(3, rank_main, limit=30.0)
     assert time.monotonic() - start < 10
     assert caught.value.__notes__ == ["on rank 1 of 3"]
-    assert not [
-        thread for thread in threading.enumerate() if thread.name.startswith("Thread-") and not thread.daemon
-    ]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("Thread-") and not thread.daemon]
 
 
 @pytest.mark.parametrize(
@@ -275,21 +271,40 @@ def test_errors_travel_between_processes(error: CollectiveError) -> None:
 # Processes.
 
 
-def gloo_group(world: World, name: str, limit: float = 20.0) -> GlooGroup:
+def new_group(world: World, kind: str, name: str, limit: float = 20.0) -> SocketGroup | GlooGroup:
     """A group of ours for the whole world, over a transport that nothing else uses."""
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    transport = dist.ProcessGroupGloo(store, world.rank, world.size, timedelta(seconds=20))
-    return GlooGroup(transport, range(world.size), limit, name)  # pyright: ignore[reportArgumentType]
+    ranks = range(world.size)
+    store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    if kind == "sockets":
+        return SocketGroup(Sockets.connect(store, world.rank, world.size, 20.0), ranks, limit, name)
+    transport: Any = dist.ProcessGroupGloo(store, world.rank, world.size, timedelta(seconds=20))
+    return GlooGroup(transport, ranks, limit, name)
 
 
-def everything_over_gloo(world: World, name: str) -> list[Event]:
-    return exchange_everything(gloo_group(world, name))
+def everything_among_processes(world: World, kind: str) -> list[Event]:
+    return exchange_everything(new_group(world, kind, f"everything {kind}"))
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_collective_among_processes(pools: Pools, size: int) -> None:
-    for rank, events in enumerate(pools(size).run(everything_over_gloo, f"everything{size}")):
+@pytest.mark.parametrize("kind", ["sockets", "gloo"])
+def test_every_collective_among_processes(pools: Pools, kind: str, size: int) -> None:
+    for rank, events in enumerate(pools(size).run(everything_among_processes, kind)):
         check_events(events, rank, size)
+
+
+def large_messages(world: World) -> None:
+    """More than any socket buffers, in both directions at once, while one rank is a step behind."""
+    group = new_group(world, "sockets", "large messages")
+    pieces = [torch.arange(3_000_000 + rank) * (rank + 1) for rank in range(world.size)]
+    for step in range(3):
+        if world.rank == 1:
+            time.sleep(0.1)
+        gathered = group.all_gather(pieces[world.rank], [piece.shape for piece in pieces], f"step {step}")
+        assert all(same(a, b) for a, b in zip(gathered, pieces, strict=True))
+
+
+def test_messages_larger_than_the_sockets_buffers_arrive(pools: Pools) -> None:
+    pools(3).run(large_messages)
 
 
 def ordinary_process_group(world: World) -> list[float]:
@@ -301,11 +316,12 @@ def test_a_process_group_of_torchs_carries_a_group(pools: Pools) -> None:
     assert pools(2).run(ordinary_process_group) == [[3.0] * 3] * 2
 
 
-def disagree(world: World, name: str, calls: list[tuple[str, str, int]]) -> dict[str, Any]:
+def disagree(world: World, kind: str, name: str, calls: list[tuple[str, str, int]]) -> dict[str, Any]:
     """Each rank makes another call; then the group is brought back over a new transport."""
-    group = gloo_group(world, name, limit=1.5)
+    group = new_group(world, kind, name, limit=1.5)
     group.all_reduce(torch.ones(3), "in step")
     method, key, length = calls[world.rank]
+    error = None
     start = time.monotonic()
     try:
         if method == "all_gather":
@@ -314,21 +330,21 @@ def disagree(world: World, name: str, calls: list[tuple[str, str, int]]) -> dict
             group.all_gather(torch.full((length,), world.rank, dtype=torch.int32), key=key)
         elif method == "broadcast":
             group.broadcast(torch.ones(length), 0, key)
-        error = None
     except CollectiveError as raised:
         error = raised
     seconds = time.monotonic() - start
-    group.transport = gloo_group(world, f"{name}/again").transport
+    group.transport = new_group(world, kind, f"{name}/again").transport  # type: ignore[assignment]
     group.limit = 20.0
     again = group.all_reduce(torch.ones(3), "in step again")
     return {"error": error, "seconds": seconds, "again": again.tolist()}
 
 
+@pytest.mark.parametrize("kind", ["sockets", "gloo"])
 @pytest.mark.parametrize(
     ("name", "calls"),
     [
         ("equal size", [("all_gather", "a", 4), ("all_gather", "b", 4)]),
-        ("unequal size", [("all_gather", "a", 4), ("all_gather", "b", 4096)]),
+        ("unequal size", [("all_gather", "a", 4), ("all_gather", "longer", 4096)]),
         ("one key, two sizes", [("all_gather", "a", 4), ("all_gather", "a", 4096)]),
         ("one key, two dtypes", [("all_gather", "a", 4), ("integers", "a", 4)]),
         ("two operations", [("broadcast", "a", 4), ("all_gather", "b", 4)]),
@@ -337,18 +353,48 @@ def disagree(world: World, name: str, calls: list[tuple[str, str, int]]) -> dict
     ],
 )
 def test_processes_that_disagree_meet_an_error_within_the_limit(
-    pools: Pools, name: str, calls: list[tuple[str, str, int]]
+    pools: Pools, kind: str, name: str, calls: list[tuple[str, str, int]]
 ) -> None:
-    replies = pools(len(calls)).run(disagree, name, calls)
-    assert any(isinstance(reply["error"], CollectiveTimeout) for reply in replies)
-    for (method, key, _), reply in zip(calls, replies, strict=True):
+    replies = pools(len(calls)).run(disagree, kind, f"{kind} {name}", calls)
+    for rank, ((method, key, _), reply) in enumerate(zip(calls, replies, strict=True)):
         assert reply["seconds"] < 6
         assert reply["again"] == [float(len(calls))] * 3, "a new transport brings the group back"
         # A broadcast's source only sends, and what it sends may lie in a buffer that nobody reads.
-        if method not in ("none", "broadcast"):
-            error = reply["error"]
-            assert isinstance(error, CollectiveError), f"{name}: values of two exchanges were mixed"
-            assert (error.group, error.key) == (name, key) and error.peer is not None
+        if method in ("none", "broadcast"):
+            continue
+        error = reply["error"]
+        assert isinstance(error, CollectiveError), "values of two exchanges were mixed"
+        assert (error.group, error.key) == (f"{kind} {name}", key)
+        assert error.peer is not None and error.peer != rank
+        at_once = kind == "sockets" and name != "one rank only"
+        assert isinstance(error, CollectiveTimeout) is not at_once
+        if at_once:
+            assert reply["seconds"] < 1.4 and f"it is at {calls[error.peer][1]!r} with" in str(error)
+
+
+def close_while_a_peer_waits(world: World, kind: str) -> tuple[str | None, float]:
+    group = new_group(world, "sockets", f"closing {kind}", limit=30.0)
+    group.all_reduce(torch.ones(1))
+    start = time.monotonic()
+    if kind == "peer closes" and world.rank == 0:
+        time.sleep(0.2)
+        group.transport.close()  # type: ignore[union-attr]
+        return None, 0.0
+    if kind == "own thread closes":
+        threading.Timer(0.2, group.transport.close).start()  # type: ignore[union-attr]
+        if world.rank == 0:
+            time.sleep(0.5)
+            return None, 0.0
+    with pytest.raises(CollectiveError) as caught:
+        group.all_reduce(torch.ones(1), "waits")
+    assert not isinstance(caught.value, CollectiveTimeout)
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("kind", ["peer closes", "own thread closes"])
+def test_closing_sockets_frees_whoever_waits(pools: Pools, kind: str) -> None:
+    (_, _), (message, seconds) = pools(2).run(close_while_a_peer_waits, kind)
+    assert message is not None and "closed" in message and seconds < 10
 
 
 def test_nccl_groups_speak_bytes_to_every_peer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,6 +416,4 @@ def test_nccl_groups_speak_bytes_to_every_peer(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: batches.append([op.seen for op in ops]) or [])
     group = NcclGroup(Transport(), (4, 5, 6), 5.0)  # type: ignore[arg-type]
     group.all_gather(torch.ones(3, dtype=torch.bfloat16), [(2,), (3,), (0,)], "k")
-    assert batches == [
-        [("isend", torch.uint8, 6, 0), ("irecv", torch.uint8, 4, 0), ("isend", torch.uint8, 6, 2)]
-    ]
+    assert batches == [[("isend", torch.uint8, 6, 0), ("irecv", torch.uint8, 4, 0), ("isend", torch.uint8, 6, 2)]]

@@ -228,21 +228,21 @@ def refused_in_the_block(world: World, path: str) -> None:
         cache = tracer.cache()
         mlp = model.model.layers[0].mlp
         try:
-            mlp.source.self_act_fn_0.output.sum()
+            mlp.up_proj.source.F_linear_0.output.sum()
         except interleave.UnknownLayout as error:
             lines.append(str(error))
         down = mlp.down_proj.output.save()
         out = model.lm_head.output.save()
     assert len(lines) == 1
-    assert "model.model.layers.0.mlp.source.self_act_fn_0.output" in lines[0]
+    assert "model.model.layers.0.mlp.up_proj.source.F_linear_0.output" in lines[0]
     assert down.shape == (1, 9, 48)
     assert same_bits(out, before)
     past = cache["model.model"].output.past_key_values
     assert isinstance(past, Withheld)
     with pytest.raises(interleave.UnknownLayout, match="this rank's heads"):
         _ = past.layers
-    with pytest.raises(interleave.UnknownLayout, match=r"self_attn\.source"), model.trace(IDS):
-        model.model.layers[1].self_attn.source.self_q_proj_0.output.save()
+    with pytest.raises(interleave.UnknownLayout, match=r"q_proj\.source"), model.trace(IDS):
+        model.model.layers[1].self_attn.q_proj.source.F_linear_0.output.save()
     assert same_bits(logits(model), before)
 
 
@@ -262,17 +262,16 @@ def shapes_refused(world: World, path: str) -> None:
 
 def declared(world: World, path: str) -> None:
     model = sharded(world, path)
-    location = "model.layers.*.mlp.source.self_act_fn_0.output"
+    location = "model.layers.*.mlp.up_proj.source.F_linear_0.output"
     model.declare(location, Shard(-1))
     try:
         with torch.no_grad(), model.trace(IDS):
-            seen = model.model.layers[0].mlp.source.self_act_fn_0.output.save()
-            piece_wise = model.model.layers[0].mlp.down_proj.input.save()
-            up = model.model.layers[1].mlp.up_proj.output.save()
-        assert seen.shape == piece_wise.shape == up.shape == (1, 9, 72)
+            seen = model.model.layers[0].mlp.up_proj.source.F_linear_0.output.save()
+            truth = model.model.layers[0].mlp.up_proj.output.save()
+        assert same_bits(seen, truth)
     finally:
         for layer in range(2):
-            del model.interleaver.fragments.tree[f"model.model.layers.{layer}.mlp.source.self_act_fn_0.output"]
+            del model.interleaver.fragments.tree[f"model.model.layers.{layer}.mlp.up_proj.source.F_linear_0.output"]
 
 
 @pytest.mark.parametrize("claim", [refused_in_the_block, shapes_refused, declared])

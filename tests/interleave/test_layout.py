@@ -393,16 +393,12 @@ def test_many_pieces_are_assembled_in_one_exchange_per_dtype(size: int, data: st
     here = st.just(size)
     drawn = data.draw(st.lists(st.one_of(shards(here), rows(here)), min_size=1, max_size=5))
     dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=len(drawn), max_size=len(drawn)))
-    wholes = [
-        random_tensor(case.shape, dtype, i) for i, (case, dtype) in enumerate(zip(drawn, dtypes, strict=True))
-    ]
+    wholes = [random_tensor(case.shape, dtype, i) for i, (case, dtype) in enumerate(zip(drawn, dtypes, strict=True))]
     bias = torch.ones(3)
     terms = random_tensor((2, 3), torch.float32, 50)
 
     def rank_main(group: Group) -> tuple[list[Tensor], list[Tensor]]:
-        pieces = [
-            (cut(whole, case.layout, group), case.layout) for whole, case in zip(wholes, drawn, strict=True)
-        ]
+        pieces = [(cut(whole, case.layout, group), case.layout) for whole, case in zip(wholes, drawn, strict=True)]
         pieces += [(terms * (group.rank + 1), Partial(bias)), (terms, Whole())]
         return assemble_many(pieces, group, "cache"), [assemble(*pair, group, "one") for pair in pieces]
 
@@ -424,9 +420,9 @@ def test_sixteen_pieces_are_one_exchange() -> None:
     with record() as events:
         results = run_world(2, rank_main)
     assert [tuple(whole.shape) for whole in results[0]] == [(3, 8)] * 16
-    assert [
-        (event.rank, event.op, event.nbytes) for event in sorted(events, key=lambda event: event.rank)
-    ] == [(rank, "all_gather", 2 * 16 * 12 * 4) for rank in range(2)]
+    assert [(event.rank, event.op, event.nbytes) for event in sorted(events, key=lambda event: event.rank)] == [
+        (rank, "all_gather", 2 * 16 * 12 * 4) for rank in range(2)
+    ]
 
 
 def test_many_pieces_at_which_gradients_are_recorded_keep_them() -> None:
@@ -557,9 +553,7 @@ def test_nonsense_is_refused_with_its_values(make: Callable[[], object], match: 
         (Rows(0, (2, 2, 2)), (2, 4), "for 3 ranks, and the group has 2"),
     ],
 )
-def test_a_piece_that_does_not_fit_its_layout_is_refused(
-    layout: Layout, shape: tuple[int, ...], match: str
-) -> None:
+def test_a_piece_that_does_not_fit_its_layout_is_refused(layout: Layout, shape: tuple[int, ...], match: str) -> None:
     group = ThreadGroup.create((0, 1))[0]
     with record() as events, pytest.raises(ValueError, match=match):
         assemble(torch.ones(shape), layout, group)
@@ -579,9 +573,7 @@ def test_a_whole_that_cannot_be_cut_is_refused() -> None:
 def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
     def rank_main(group: Group) -> None:
         leaf = torch.ones(2, requires_grad=True)
-        (first,) = torch.autograd.grad(
-            (assemble(leaf * leaf, Shard(0), group) ** 2).sum(), leaf, create_graph=True
-        )
+        (first,) = torch.autograd.grad((assemble(leaf * leaf, Shard(0), group) ** 2).sum(), leaf, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             torch.autograd.backward(first.sum())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import linecache
 import os
@@ -32,7 +33,7 @@ IDS = torch.arange(3, 12)[None]
 @pytest.fixture(scope="module")
 def model() -> Iterator[Any]:
     """A tiny Llama on two ranks."""
-    model = interleave.load(tiny("llama"), tp=2, dtype="float32", limit=8.0, stall=2.0)
+    model = interleave.load(tiny("llama"), tp=2, dtype="float32", limit=12.0, stall=2.0)
     yield model
     model.close()
 
@@ -160,7 +161,6 @@ def test_an_outer_tensor_that_the_block_writes_changes_in_place(model: Any) -> N
     untouched = torch.zeros(2)
     versions = plain._version, untouched._version
     with model.trace(IDS):
-        model.model.layers[0].output
         row[0] = 3.0
         through_data.data[7] = 4.0
         expanded.data[0, 0] = 5.0
@@ -178,10 +178,13 @@ def test_saved_tensors_are_detached_on_the_cpu_and_own_no_more_memory_than_they_
     with torch.enable_grad(), model.trace(IDS):
         logits = model.lm_head.output.save()
         corner = (big + 1)[::500, ::500].save()
+        full = (big + 2).save()
     assert not logits.requires_grad
     assert logits.device.type == "cpu"
     assert corner.tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert corner.untyped_storage().nbytes() == 16
+    assert (full == 2).all()
+    assert full.shape == (1000, 1000)
     logits[0] = 0
 
 
@@ -255,14 +258,16 @@ def test_a_module_trained_in_the_block_is_trained_here(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [threading.Lock, lambda: open(__file__), lambda: (x for x in ())], ids=["lock", "file", "generator"]
+    "make",
+    [threading.Lock, lambda: Path(__file__).open(), lambda: (x for x in ())],  # noqa: SIM115
+    ids=["lock", "file", "generator"],
 )
 def test_what_cannot_cross_is_refused_by_name_and_line_before_anything_is_sent(
     model: Any, local: Any, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     obstacle = make()
     monkeypatch.setattr(Fleet, "ask", lambda *_: pytest.fail("something was sent"))
-    line = sys._getframe().f_lineno + 2
+    line = sys._getframe().f_lineno + 1
     with pytest.raises(InterleaveError, match="obstacle") as caught, model.trace(IDS):
         print(obstacle)
     assert f"{__file__}:{line}" in str(caught.value)
@@ -274,7 +279,7 @@ def test_what_cannot_cross_is_refused_by_name_and_line_before_anything_is_sent(
 
 def test_what_cannot_come_back_is_refused_by_name(model: Any, local: Any) -> None:
     with pytest.raises(InterleaveError, match="'lock'"), model.trace(IDS):
-        lock = port.save(threading.Lock())
+        lock = port.save(threading.Lock())  # noqa: F841
     assert works(model, local)
 
 
@@ -346,6 +351,22 @@ def test_calls_sessions_edits_and_invokes_run_on_the_ranks(on_both: Any) -> None
         assert torch.allclose(ours.detach(), theirs.detach(), rtol=1e-5, atol=1e-5)
 
 
+def test_an_edit_made_in_place_inside_a_session_stays_on_the_model(on_both: Any) -> None:
+    def block(model: Any) -> torch.Tensor:
+        with model.session():
+            with model.edit(inplace=True):
+                model.model.layers[1].output[:] = 0
+            with model.trace(IDS):
+                model.lm_head.output.save()
+        edited = model.trace(IDS, trace=False).logits
+        model.clear_edits()
+        assert not torch.equal(model.trace(IDS, trace=False).logits, edited)
+        return edited
+
+    driven, alone = on_both(block)
+    assert torch.allclose(driven.detach(), alone.detach(), rtol=1e-5, atol=1e-5)
+
+
 def test_two_threads_take_turns(model: Any) -> None:
     seen: list = []
 
@@ -370,7 +391,10 @@ def test_an_error_has_the_users_line_and_no_plumbing(model: Any) -> None:
         hidden = model.model.layers[0].output.save()
 
         # The lines above this one do not shift it.
-        hidden = hidden @ torch.ones(3, 4)
+        hidden = hidden @ torch.ones(
+            3,
+            4,
+        )
     last = traceback.extract_tb(caught.value.__traceback__)[-1]
     assert last.filename == __file__
     assert linecache.getline(__file__, last.lineno or 0).strip() == "hidden = hidden @ torch.ones("
@@ -417,7 +441,7 @@ def test_a_rank_that_raises_alone_ends_the_block_for_all(model: Any, local: Any,
             raise ValueError("only here")
         model.lm_head.output.save()
     assert any("only here" in note for note in caught.value.__notes__)
-    assert time.monotonic() - started < 8.0
+    assert time.monotonic() - started < 12.0
     assert works(model, local)
 
 
@@ -442,7 +466,7 @@ def test_ctrl_c_stops_the_ranks_and_keeps_the_model(model: Any, local: Any, slee
             time.sleep(100)
         model.lm_head.output.save()
     timer.join()
-    assert time.monotonic() - started < 8.0
+    assert time.monotonic() - started < 12.0
     assert works(model, local)
     assert pids(model) == before
 
@@ -498,7 +522,9 @@ def show(model):
     ids = torch.arange(3, 12)[None]
     with model.trace(ids):
         norm = model.model.layers[0].mlp.gate_proj.output.norm().save()
-    print(float(norm), [h.proc.pid for h in model.ranks._fleet._processes._handlers.values()], flush=True)
+    processes = model.ranks._fleet._processes
+    pids = [handler.proc.pid for handler in processes._handlers.values()]
+    print(repr((float(norm), pids, str(processes.directory))), flush=True)
 
 model = interleave.load(sys.argv[1], tp=2, dtype="float32")
 show(model)
@@ -520,12 +546,13 @@ def test_a_plain_script_needs_no_guard_and_no_rank_outlives_it(tmp_path: Path, l
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as driver:
         try:
             assert driver.stdout is not None
-            norm, *first = eval(driver.stdout.readline().replace(" [", ", [", 1))
+            norm, first, _ = ast.literal_eval(driver.stdout.readline())
             assert norm == pytest.approx(truth.item(), rel=1e-5)
             assert driver.stdout.readline() == "collected\n"
-            assert soon(lambda: not any(map(is_running, first[0])))
-            _, *second = eval(driver.stdout.readline().replace(" [", ", [", 1))
-            assert all(map(is_running, second[0]))
+            assert soon(lambda: not any(map(is_running, first)))
+            _, second, directory = ast.literal_eval(driver.stdout.readline())
+            assert all(map(is_running, second))
         finally:
             driver.kill()
-    assert soon(lambda: not any(map(is_running, second[0])))
+    assert soon(lambda: not any(map(is_running, second)))
+    assert not Path(directory).exists()
