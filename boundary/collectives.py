@@ -10,7 +10,7 @@ One primitive does all the work, and a transport is a subclass that supplies it:
 all of its peers and receives each peer's tensor into a buffer it has allocated, knowing the sizes.
 
 * :class:`SocketGroup`: processes of one machine. Sockets on which each rank writes and reads by itself;
-  measured at a tenth of the cost of gloo's all-gather for 64 KiB.
+  measured at a third of the cost of gloo's all-gather or less.
 * :class:`GlooGroup`: processes on any machines. Point-to-point messages whose tag hashes the key, the dtype and
   the shape, so that no message is taken for another.
 * :class:`NcclGroup`: processes on GPUs, one batch of point-to-point operations.

@@ -338,7 +338,7 @@ class Agreement:
             if isinstance(error, CollectiveTimeout):
                 what = f"rank {self.rank} waited {error.seconds:.1f} s for {whom} {where}"
             else:
-                what = f"rank {self.rank} lost {whom} {where}: it ended its block or its process"
+                what = f"rank {self.rank} and {whom} did not meet {where}: {error.what}"
         elif isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
             waited = re.search(r"Timed out waiting (\d+)ms", str(error))
             how = f"waited {int(waited[1]) / 1000:.1f} s for a peer" if waited else "lost a peer"

@@ -348,7 +348,7 @@ def check_shared(location: str, tree: Tree, expected: Any, replacement: Any) -> 
         if isinstance(expected, torch.Tensor):
             size, shape = expected.shape[dim], f" of shape {tuple(expected.shape)}"
         else:
-            size, shape = getattr(tree.layout, "size", None), ""
+            size, shape = tree.layout.size, ""
         found = replacement.shape[dim] if -replacement.dim() <= dim < replacement.dim() else None
         if size is not None and found != size:
             raise ShapeChanged(

@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import socket
 import stat
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -43,7 +45,8 @@ from torch._C._distributed_c10d import (
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from boundary.collectives import GlooGroup, Group, NcclGroup
+from boundary.collectives import GlooGroup, Group, NcclGroup, SocketGroup
+from boundary.sockets import Sockets
 
 from .errors import InterleaveError, RankDied
 
@@ -53,10 +56,17 @@ PATIENCE = 600.0
 
 @dataclass
 class Wire:
-    """The backends behind one process group at one generation, and the sockets they opened: `(fd, inode)`."""
+    """What one group stands on at one generation.
+
+    Attributes:
+        backends: The backends behind a process group, by kind.
+        sockets: The sockets that they opened: `(fd, inode)`.
+        links: The connections behind a group of our own.
+    """
 
     backends: dict[str, Any] = field(default_factory=dict)
     sockets: list[tuple[int, int]] = field(default_factory=list)
+    links: Sockets | None = None
 
     def cut(self) -> None:
         """Close the connections: operations on this wire fail on both ends. Any thread may call."""
@@ -64,6 +74,8 @@ class Wire:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 if os.fstat(connection.fileno()).st_ino == inode:
                     connection.shutdown(socket.SHUT_RDWR)
+        if self.links is not None:
+            self.links.close()
         for kind, backend in self.backends.items():
             if kind == "nccl":
                 backend.abort()
@@ -75,7 +87,8 @@ class Groups:
     Args:
         store: Where the members of a new group find each other; the same on all ranks.
         limit: Seconds that any operation on these groups, and the making of one, may take.
-        device_type: What our own groups carry: `"cpu"` (over gloo) or `"cuda"` (over nccl).
+        device_type: What our own groups carry: `"cpu"` (over sockets on one machine, over gloo on several) or
+            `"cuda"` (over nccl).
 
     Attributes:
         generation: Names the present groups; equal on all ranks whenever they work.
@@ -107,8 +120,10 @@ class Groups:
             if rank not in members or len(set(members)) != len(members):
                 raise ValueError(f"ranks={members}: a group has distinct ranks, this one ({rank}) among them")
             name = _our_name(members)
-            if self._device_type == "cpu":
-                group: Group = GlooGroup(self._gloo_transport(members), members, self._limit, name)
+            if self._device_type == "cpu" and self._on_one_machine(name, members):
+                group: Group = SocketGroup(self._socket_transport(members), members, self._limit, name)
+            elif self._device_type == "cpu":
+                group = GlooGroup(self._gloo_transport(members), members, self._limit, name)
             else:
                 group = NcclGroup(self._nccl_transport(members), members, self._limit, name)
             self._ours[members] = group
@@ -158,10 +173,30 @@ class Groups:
         for name in sorted(self._adopted):
             self._replace(name)
         for members, group in sorted(self._ours.items()):
-            if isinstance(group, GlooGroup):
+            if isinstance(group, SocketGroup):
+                group.transport = self._socket_transport(members)
+            elif isinstance(group, GlooGroup):
                 group.transport = self._gloo_transport(members)
             elif isinstance(group, NcclGroup):
                 group.transport = _resolve_process_group(group.transport.group_name)
+
+    def _on_one_machine(self, name: str, members: tuple[int, ...]) -> bool:
+        """Whether all members run on this machine. They all find the same."""
+        store = PrefixStore(f"machines/{name}", self._store)
+        rank = members.index(dist.get_rank())
+        self._assemble("on", store, members, rank, max(self._limit, PATIENCE), f"{platform.node()}/{uuid.getnode()}")
+        return len({store.get(f"on/{number}") for number in range(len(members))}) == 1
+
+    def _socket_transport(self, members: tuple[int, ...]) -> Sockets:
+        """Connections among the ranks of one machine. Waits until all members are here."""
+        name, rank = _our_name(members), members.index(dist.get_rank())
+        store = PrefixStore(f"{self.generation}/{name}", self._store)
+        self._assemble("here", store, members, rank, self._patience(name))
+        links = Sockets.connect(store, rank, len(members), self._limit)
+        self._wires[name] = Wire(links=links)
+        # A member that is done may cut at once, while another one is still connecting.
+        self._assemble("made", store, members, rank, self._limit)
+        return links
 
     def _gloo_transport(self, members: tuple[int, ...]) -> Any:
         """The bare backend: it sends and receives like a process group, without the dispatcher in between."""
@@ -198,9 +233,7 @@ class Groups:
     def _wire(self, name: str, kinds: set[str], members: tuple[int, ...], rank: int) -> Wire:
         """The backends of a new group. Waits until all members are here."""
         store = PrefixStore(f"{self.generation}/{name}", self._store)
-        patience = self._limit if name in self._wired else max(self._limit, PATIENCE)
-        self._wired.add(name)
-        self._assemble("here", store, members, rank, patience)
+        self._assemble("here", store, members, rank, self._patience(name))
         before = set(_sockets())
         wire = Wire()
         for kind in sorted(kinds):
@@ -211,10 +244,18 @@ class Groups:
         self._assemble("made", store, members, rank, self._limit)
         return wire
 
-    def _assemble(self, state: str, store: Store, members: tuple[int, ...], rank: int, patience: float) -> None:
-        """Wait until all members of a group have reached a state of its making."""
+    def _patience(self, name: str) -> float:
+        """How long the members of a group are waited for: the first time some may still be loading the model."""
+        first = name not in self._wired
+        self._wired.add(name)
+        return max(self._limit, PATIENCE) if first else self._limit
+
+    def _assemble(
+        self, state: str, store: Store, members: tuple[int, ...], rank: int, patience: float, said: str = ""
+    ) -> None:
+        """Wait until all members of a group have reached a state of its making, and `said` something there."""
         keys = [f"{state}/{number}" for number in range(len(members))]
-        store.set(keys[rank], "")
+        store.set(keys[rank], said)
         try:
             store.wait(keys, timedelta(seconds=patience))
         except dist.DistStoreError as error:

@@ -140,16 +140,17 @@ def cache(model: Any, plan: Plan) -> Log:
 
 
 def source(model: Any, plan: Plan) -> Log:
-    """The output of every operation in every module's forward; one trace an operation."""
+    """The output of every operation in every module's forward, and the logits when it is altered."""
     log: Log = {}
     for visit in plan.visits:
         if visit.side == "output":
             try:
-                names = envoy_of(model, visit.module).source.names
+                operations = envoy_of(model, visit.module).source.names
             except SourceNotAvailable:
                 continue
-            for name in names:
-                read_operation(log, model, plan, visit.module, name)
+            for operation in operations:
+                read_operation(log, model, plan, visit.module, operation)
+                alter_operation(log, model, plan, visit.module, operation)
     return log
 
 
@@ -168,6 +169,19 @@ def read_operation(log: Log, model: Any, plan: Plan, module: str, operation: str
 
     with ended(log, [name]):
         play(model, plan.inputs, block)
+
+
+def alter_operation(log: Log, model: Any, plan: Plan, module: str, operation: str) -> None:
+    """Note the logits of a run in which every tensor that the operation returns is altered."""
+
+    def change() -> None:
+        node = getattr(envoy_of(model, module).source, operation)
+        value = node.output
+        for _, leaf in leaves(value):
+            used(leaf)
+        node.output = mapped(value, lambda leaf: altered(leaf, None))
+
+    edit(log, f"{module}.source.{operation}.output = ...", model, plan, change)
 
 
 # -- editing: every name is an edit, every value the logits that it leads to ---------------------------------

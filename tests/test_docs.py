@@ -37,7 +37,7 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path):
     path = tmp_path / f"page_{page.stem}.py"  # a bare `transformers.py` would stand in for the library
     path.write_text(script(page))
     result = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=240, cwd=tmp_path, check=False
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=400, cwd=tmp_path, check=False
     )
     assert result.returncode == 0, f"{page.relative_to(ROOT)}:\n{result.stdout}\n{result.stderr}"
 

@@ -148,7 +148,7 @@ class Fleet:
     def _control(self, kind: str, ranks: Any) -> None:
         for rank in ranks:
             with contextlib.suppress(OSError):
-                self._controls[rank].send(kind)
+                self._controls[rank].send(kind, self._generation)
 
     def _gather(self, interrupts: Interrupts, can_break: bool, seconds: float | None = None) -> dict[int, Message]:
         """One reply of every rank. Ranks that had to be given up on are missing, and all are killed then.

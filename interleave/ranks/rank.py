@@ -15,7 +15,7 @@ import shutil
 import signal
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -36,22 +36,39 @@ from .work import Reply, Request
 
 
 class Together:
-    """What a rank does about its peers; the model's agreement does it, where the model has one."""
+    """What a rank does about its peers; the model's agreement does it, where the model has one.
+
+    The control connection is not in step with the requests. What it brings carries the generation of groups that
+    the driver means, so that a late word about a past block does not hit the groups or the block of the next one.
+    """
 
     def __init__(self, model: Any) -> None:
         self._agreement = getattr(model.interleaver, "agreement", None)
+        self._generation = 0
+        self._lock = threading.Lock()
         if self._agreement is not None:
             self._agreement.driven = True
 
     def break_groups(self) -> None:
+        """Free the peers that wait for this rank, and this rank. Called by the watcher."""
         if self._agreement is not None:
             self._agreement.break_groups()
 
+    def if_current(self, generation: int, act: Callable[[], None]) -> None:
+        """Call `act`, unless the groups of that generation are gone already."""
+        with self._lock:
+            if generation == self._generation:
+                act()
+
     def rebuild(self, generation: int) -> None:
+        """Make the groups anew, together with all ranks."""
+        with self._lock:
+            self._generation = generation
         if self._agreement is not None:
             self._agreement.rebuild(generation)
 
     def digest(self) -> str | None:
+        """A hash of this rank's exchanges in the last trace."""
         return None if self._agreement is None else self._agreement.ledger.digest()
 
 
@@ -120,8 +137,6 @@ class Rank:
                 else:
                     reply, arena = self._run(message)
             except BaseException as error:
-                if self._model is None:
-                    traceback.print_exc()
                 reply = Reply(error=Raised.of(error))
             if message.kind == "run" and self.together is not None:
                 reply.digest = self.together.digest()
@@ -199,13 +214,14 @@ def _watch(control: Channel, rank: Rank, directory: str) -> None:
         try:
             message = control.receive()
         except (EOFError, OSError):
-            # The driver is gone, and nothing may delay the end. If it was killed, its directory is still there.
-            shutil.rmtree(directory, ignore_errors=True)
+            # The driver is gone. If it was killed, its directory is still there.
+            if rank.rank == 0:
+                shutil.rmtree(directory, ignore_errors=True)
             os._exit(0)
-        if message.kind == "interrupt":
-            rank.interruptible.interrupt()
-        elif message.kind == "break" and rank.together is not None:
-            rank.together.break_groups()
+        together = rank.together
+        if together is not None:
+            acts = {"interrupt": rank.interruptible.interrupt, "break": together.break_groups}
+            together.if_current(message.body, acts[message.kind])
 
 
 def main() -> None:
@@ -219,14 +235,15 @@ def main() -> None:
     control = knock(door, secret, "control", number)
     console.install(number, lambda stream, text: requests.send("write", (stream, text)))
     rank = Rank(number, world_size, requests)
-    threading.Thread(
-        target=_watch, args=(control, rank, os.path.dirname(door)), daemon=True, name="interleave-control"
-    ).start()
+    watched = (control, rank, os.path.dirname(door))
+    watcher = threading.Thread(target=_watch, args=watched, daemon=True, name="interleave-control")
+    watcher.start()
     code = 0
     try:
         rank.serve()
     except (EOFError, OSError):
-        pass
+        # The watcher sees the same, and ends the process.
+        watcher.join(10.0)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -236,7 +253,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # One module object, whatever name the interpreter started it under: the driver pickles `interleave.ranks.rank`.
-    from interleave.ranks import rank as program
-
-    program.main()
+    main()

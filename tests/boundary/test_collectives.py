@@ -356,6 +356,9 @@ def test_processes_that_disagree_meet_an_error_within_the_limit(
     pools: Pools, kind: str, name: str, calls: list[tuple[str, str, int]]
 ) -> None:
     replies = pools(len(calls)).run(disagree, kind, f"{kind} {name}", calls)
+    at_once = kind == "sockets" and name != "one rank only"
+    # The rank that waited out its limit closes its connections, and another may meet that first.
+    assert any(isinstance(reply["error"], CollectiveTimeout) for reply in replies) is not at_once
     for rank, ((method, key, _), reply) in enumerate(zip(calls, replies, strict=True)):
         assert reply["seconds"] < 6
         assert reply["again"] == [float(len(calls))] * 3, "a new transport brings the group back"
@@ -366,8 +369,6 @@ def test_processes_that_disagree_meet_an_error_within_the_limit(
         assert isinstance(error, CollectiveError), "values of two exchanges were mixed"
         assert (error.group, error.key) == (f"{kind} {name}", key)
         assert error.peer is not None and error.peer != rank
-        at_once = kind == "sockets" and name != "one rank only"
-        assert isinstance(error, CollectiveTimeout) is not at_once
         if at_once:
             assert reply["seconds"] < 1.4 and f"it is at {calls[error.peer][1]!r} with" in str(error)
 

@@ -75,9 +75,7 @@ def forward(world: World) -> Tensor:
 def exchange(world: World, location: str, size: int = 4) -> Tensor:
     """The sum over the ranks of `rank + 1`, through our own group."""
     group = world.cache["group"]
-    return group.all_reduce(
-        torch.full((size,), world.rank + 1.0), agreement_of(world).key(location, 0, "read")
-    )
+    return group.all_reduce(torch.full((size,), world.rank + 1.0), agreement_of(world).key(location, 0, "read"))
 
 
 def agreement_of(world: World) -> Agreement:

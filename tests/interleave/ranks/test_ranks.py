@@ -31,11 +31,17 @@ IDS = torch.arange(3, 12)[None]
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Any]:
-    """A tiny Llama on two ranks."""
-    model = interleave.load(tiny("llama"), tp=2, dtype="float32", limit=12.0, stall=2.0)
-    yield model
-    model.close()
+def held() -> Iterator[list]:
+    """The only place that holds the tiny Llama on two ranks."""
+    held = [interleave.load(tiny("llama"), tp=2, dtype="float32", limit=12.0, stall=2.0)]
+    yield held
+    for model in held:
+        model.close()
+
+
+@pytest.fixture
+def model(held: list) -> Any:
+    return held[0]
 
 
 @pytest.fixture(scope="module")
@@ -502,57 +508,69 @@ def test_a_forked_child_is_refused_and_leaves_the_ranks_alone(model: Any, local:
     assert works(model, local)
 
 
-def test_a_closed_model_refuses_and_leaves_nothing(model: Any) -> None:
-    running, directory = pids(model), model.ranks._fleet._processes.directory
-    model.close()
-    model.close()
-    assert not any(map(is_running, running))
+def test_a_model_that_nobody_holds_ends_its_ranks(held: list) -> None:
+    running, directory = pids(held[0]), held[0].ranks._fleet._processes.directory
+    held.clear()
+    gc.collect()
+    assert soon(lambda: not any(map(is_running, running)))
     assert not directory.exists()
-    with pytest.raises(InterleaveError, match="closed"), model.trace(IDS):
-        model.lm_head.output.save()
 
 
-SCRIPT = """
-import gc, sys, time
+PLAIN = """
+import sys
 import torch
 import interleave
-from interleave import nnsight_port as port
 
-def show(model):
-    ids = torch.arange(3, 12)[None]
+ids = torch.arange(3, 12)[None]
+model = interleave.load(sys.argv[1], tp=2, dtype="float32")
+with model.trace(ids):
+    norm = model.model.layers[0].mlp.gate_proj.output.norm().save()
+processes = model.ranks._fleet._processes
+pids = [handler.proc.pid for handler in processes._handlers.values()]
+model.close()
+model.close()
+try:
     with model.trace(ids):
-        norm = model.model.layers[0].mlp.gate_proj.output.norm().save()
-    processes = model.ranks._fleet._processes
-    pids = [handler.proc.pid for handler in processes._handlers.values()]
-    print(repr((float(norm), pids, str(processes.directory))), flush=True)
-
-model = interleave.load(sys.argv[1], tp=2, dtype="float32")
-show(model)
-del model
-gc.collect()
-print("collected", flush=True)
-model = interleave.load(sys.argv[1], tp=2, dtype="float32")
-show(model)
-time.sleep(100)
+        model.lm_head.output.save()
+except interleave.InterleaveError as error:
+    print(repr((float(norm), pids, str(processes.directory), str(error))))
 """
 
 
-def test_a_plain_script_needs_no_guard_and_no_rank_outlives_it(tmp_path: Path, local: Any) -> None:
+def test_a_plain_script_needs_no_guard_and_a_closed_model_refuses(tmp_path: Path, local: Any) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(PLAIN)
     with local.trace(IDS):
         truth = local.model.layers[0].mlp.gate_proj.output.norm().save()
     command = [sys.executable, str(script), str(tiny("llama"))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as driver:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    norm, started, directory, error = ast.literal_eval(done.stdout)
+    assert norm == pytest.approx(truth.item(), rel=1e-5)
+    assert not any(map(is_running, started))
+    assert not Path(directory).exists()
+    assert "closed" in error
+
+
+WAITING = """
+import time
+from interleave.load import LoadRequest
+from interleave.ranks.fleet import Fleet
+
+processes = Fleet(LoadRequest("nothing", tp=2))._processes
+print(repr(([handler.proc.pid for handler in processes._handlers.values()], str(processes.directory))), flush=True)
+time.sleep(1000)
+"""
+
+
+def test_no_rank_outlives_a_killed_driver(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WAITING)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as driver:
         try:
             assert driver.stdout is not None
-            norm, first, _ = ast.literal_eval(driver.stdout.readline())
-            assert norm == pytest.approx(truth.item(), rel=1e-5)
-            assert driver.stdout.readline() == "collected\n"
-            assert soon(lambda: not any(map(is_running, first)))
-            _, second, directory = ast.literal_eval(driver.stdout.readline())
-            assert all(map(is_running, second))
+            started, directory = ast.literal_eval(driver.stdout.readline())
+            assert all(map(is_running, started))
         finally:
             driver.kill()
-    assert soon(lambda: not any(map(is_running, second)))
-    assert not Path(directory).exists()
+    assert soon(lambda: not any(map(is_running, started)))
+    assert soon(lambda: not Path(directory).exists())

@@ -24,6 +24,9 @@ from tests.pool import Pools, World
 RESERVED = re.compile(r".*(\.layers\[\d+\]\.(keys|values)|(attn|attention)\.output\[1\]).*")
 
 
+#: The operations of modules whose forward may run on pieces.
+INTERIOR = re.compile(r".*\.(self_attn|attention|mlp)(\.\w+)?\.source\.")
+
 #: Which modules are edited. Every layer is read at every degree; what is edited is spread over the degrees.
 FIRST_LAYER = r".*\.layers\.0(\..*)?"
 BUT_THE_FIRST_LAYER = r"(?!.*\.layers\.0\b).*"
@@ -64,6 +67,13 @@ def test_keys_shared_by_several_queries_are_those_of_one_process(pools: Pools):
 def test_attention_that_returns_its_weights_is_that_of_one_process(pools: Pools, kind: str):
     case = Case(tiny(kind), (("attn_implementation", "eager"),), edited=r".*\.layers\.0\.(self_attn|mlp)(\..*)?")
     check(compare(pools(2), case, ["read", "cache", "write", "skip", "call"]))
+
+
+@pytest.mark.parametrize("kind", ["llama-bias", "qwen3", "phi3", "gpt-neox"])
+def test_operations_inside_a_forward_are_those_of_one_process_or_refused(pools: Pools, kind: str):
+    report = compare(pools(2), Case(tiny(kind), edited=FIRST_LAYER), ["source"])
+    print(report.table())
+    report.check(lambda finding: INTERIOR.match(finding.name) is not None)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)

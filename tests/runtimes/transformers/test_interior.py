@@ -22,9 +22,7 @@ def load(world: World | None, path: str) -> Any:
     if world is None:
         return interleave.load(path, dtype="float32", attn_implementation="eager")
     if path not in world.cache:
-        world.cache[path] = interleave.load(
-            path, tp=world.size, dtype="float32", attn_implementation="eager"
-        )
+        world.cache[path] = interleave.load(path, tp=world.size, dtype="float32", attn_implementation="eager")
     return world.cache[path]
 
 
