@@ -32,6 +32,8 @@ class Envoy(port.Envoy):
         Raises:
             UnknownLayout: The module is sharded in a way that does not tell how its result is spread.
         """
+        if self.interleaver.ranks is not None:
+            return self.interleaver.ranks.call(self, "__call__", args, {**kwargs, "hook": hook})
         fragments = self.interleaver.fragments
         if not fragments.enabled:
             return super().__call__(*args, hook=hook, **kwargs)
@@ -50,6 +52,8 @@ class Envoy(port.Envoy):
         value = super().__getattr__(name)
         if isinstance(value, DTensor):
             return self.interleaver.parameters.read(f"{self.path}.{name}", value)
+        if isinstance(value, torch.Tensor) and value.is_meta and self.interleaver.ranks is not None:
+            return self.interleaver.ranks.call(self, "__getattr__", (name,), {})
         return value
 
     @property

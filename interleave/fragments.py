@@ -153,6 +153,15 @@ def with_items(container: dict, items: Mapping) -> dict:
     return copy
 
 
+def holds(value: Any, types: tuple[type, ...]) -> bool:
+    """Whether an object of one of `types` is anywhere in `value`."""
+    if isinstance(value, list | tuple):
+        return any(holds(item, types) for item in value)
+    if isinstance(value, dict):
+        return any(holds(item, types) for item in value.values())
+    return isinstance(value, types)
+
+
 def branch(tree: Tree, key: Any) -> Tree:
     """The part of `tree` that describes entry `key` of the value it describes."""
     if isinstance(tree, tuple) and not isinstance(tree, Placed):
@@ -166,6 +175,8 @@ def plan_leaves(value: Any, tree: Tree, change: Callable[[Any, Placed | Refused]
     """`value` with `change(leaf, node)` at every leaf that `tree` places or refuses; containers copied as needed."""
     if tree is None:
         return value
+    if isinstance(value, torch.Tensor):
+        return change(value, tree) if isinstance(tree, Placed | Refused) else value
     if isinstance(value, tuple):
         new = [plan_leaves(item, branch(tree, i), change) for i, item in enumerate(value)]
         if all(a is b for a, b in zip(new, value, strict=True)):
@@ -180,6 +191,13 @@ def plan_leaves(value: Any, tree: Tree, change: Callable[[Any, Placed | Refused]
     if isinstance(tree, Placed | Refused):
         return change(value, tree)
     return value
+
+
+def is_fixed(value: Any, tree: Tree) -> bool:
+    """Whether every container on the way to the leaves that `tree` describes is a tuple, which nobody can change."""
+    if tree is None or not isinstance(value, list | dict | tuple):
+        return True
+    return isinstance(value, tuple) and all(is_fixed(item, branch(tree, i)) for i, item in enumerate(value))
 
 
 class Leaf(NamedTuple):
@@ -259,30 +277,45 @@ class Fragments(port.Fragments):
                 leaves.append(Leaf(leaf, whole, node, snapshot))
             return whole
 
-        whole = self.withhold(location, plan_leaves(value, tree, open_leaf))
+        opened = plan_leaves(value, tree, open_leaf)
+        whole = self.withhold(location, opened)
         if whole is value:
             return value, None
+        fixed = whole is opened and is_fixed(value, tree)
+
+        def close_leaf(leaf: Any, node: Placed | Refused) -> Any:
+            if isinstance(node, Refused) or not is_piece(leaf, node.layout):
+                return leaf
+            number = next((n for n, opened in enumerate(leaves) if same_storage(leaf, opened.whole)), None)
+            if number is not None and self.untouched(leaf, leaves[number]):
+                return leaves[number].piece
+            like = next((opened.whole for opened in leaves if opened.placed == node), None)
+            check_shared(location, node, like, leaf)
+            suffix = f"#{number}" if number else ""
+            return cut(leaf, node.layout, self.groups[node.axis], f"{key}{suffix}/back")
 
         def undo(left: Any) -> Any:
-            def close_leaf(leaf: Any, node: Placed | Refused) -> Any:
-                if isinstance(node, Refused) or not is_piece(leaf, node.layout):
-                    return leaf
-                number = next((n for n, o in enumerate(leaves) if same_storage(leaf, o.whole)), None)
-                opened = None if number is None else leaves[number]
-                group = self.groups[node.axis]
-                back = f"{key}#{number}" if number else key
-                if opened is not None and not recording(leaf, opened.piece):
-                    before = opened.piece if opened.snapshot is None else opened.snapshot
-                    after = leaf if opened.snapshot is not None else cut(leaf, node.layout, group)
-                    if same_bits(after, before):
-                        return opened.piece
-                self.check(location, whole, left)
-                return cut(leaf, node.layout, group, f"{back}/back")
-
+            if left is whole and fixed and all(self.untouched(leaf.whole, leaf) for leaf in leaves):
+                return value
             closed = reveal(plan_leaves(left, tree, close_leaf))
             return value if same_parts(closed, value) else closed
 
         return whole, undo
+
+    def untouched(self, whole: torch.Tensor, leaf: Leaf) -> bool:
+        """Whether an opened leaf still has the bits it was opened with, and autograd does not need it on its graph."""
+        if torch.is_grad_enabled() and (whole.requires_grad or leaf.piece.requires_grad):
+            return False
+        if leaf.snapshot is not None:
+            return same_bits(whole, leaf.snapshot)
+        group, dim, start = self.groups[leaf.placed.axis], leaf.placed.layout.shared_dim, 0
+        for view in leaf.placed.layout.views(whole, group.rank, group.size):
+            width = view.shape[dim] if dim is not None else 0
+            part = leaf.piece if view.shape == leaf.piece.shape else leaf.piece.narrow(dim or 0, start, width)
+            if not same_bits(view, part):
+                return False
+            start += width
+        return True
 
     def split(self, location: str, whole: Any, key: str = "") -> Any:
         """This rank's piece of a value that was never gathered: a `.skip` replacement, an ad-hoc argument."""
@@ -304,7 +337,7 @@ class Fragments(port.Fragments):
 
     def withhold(self, location: str, value: Any) -> Any:
         """`value` with its opaque leaves (KV caches) withheld."""
-        if not self.opaque or isinstance(value, torch.Tensor):
+        if not self.opaque or not holds(value, self.opaque):
             return value
 
         def change(leaf: Any) -> Any:
@@ -372,11 +405,6 @@ def is_piece(leaf: Any, layout: Layout) -> bool:
     if not isinstance(leaf, torch.Tensor) or isinstance(layout, Whole):
         return False
     return leaf.dim() > 0 and (leaf.is_floating_point() or leaf.is_complex())
-
-
-def recording(leaf: torch.Tensor, piece: torch.Tensor) -> bool:
-    """Whether autograd records here, so that the whole has to go on through the graph even if untouched."""
-    return torch.is_grad_enabled() and (leaf.requires_grad or piece.requires_grad)
 
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -86,6 +86,7 @@ class Interleaver(port.Interleaver):
         fragments: Which values are pieces, and how they become whole.
         agreement: How the ranks stay together; None on one process.
         parameters: The whole parameters that blocks have in hand.
+        ranks: The rank processes this tree's blocks run on, where this process drives them.
     """
 
     fragments: Fragments  # type: ignore[assignment]
@@ -94,6 +95,7 @@ class Interleaver(port.Interleaver):
         super().__init__(fragments if fragments is not None else Fragments())
         self.agreement = agreement
         self.parameters = Parameters(self)
+        self.ranks: Any = None
         self.pending: list[Pending] = []
         self.pending_bytes = 0
         self.calls = 0

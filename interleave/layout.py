@@ -84,6 +84,10 @@ class Layout(ABC):
     def take(self, whole: Tensor, rank: int, degree: int) -> Tensor:
         """The piece of `rank`, a new contiguous tensor."""
 
+    def views(self, whole: Tensor, rank: int, degree: int) -> list[Tensor]:
+        """The piece of `rank` as views into `whole`, in the piece's order, or one new tensor of its content."""
+        return [self.take(whole, rank, degree)]
+
     @abstractmethod
     def take_gradient(self, gradient: Tensor, rank: int, degree: int) -> Tensor:
         """The gradient of `rank`'s piece, given the whole's, where the whole was assembled."""
@@ -237,9 +241,12 @@ class Shard(Layout):
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         return self._joined(pieces, lambda copies: copies[0])
 
-    def take(self, whole: Tensor, rank: int, degree: int) -> Tensor:
+    def views(self, whole: Tensor, rank: int, degree: int) -> list[Tensor]:
         plan = self._plan(whole.shape, degree)
-        parts = [whole.narrow(self.dim, part.whole, part.width) for part in plan.parts[rank]]
+        return [whole.narrow(self.dim, part.whole, part.width) for part in plan.parts[rank]]
+
+    def take(self, whole: Tensor, rank: int, degree: int) -> Tensor:
+        parts = self.views(whole, rank, degree)
         if len(parts) == 1:
             return parts[0].clone(memory_format=torch.contiguous_format)
         return torch.cat(parts, self.dim)

@@ -28,7 +28,6 @@ class LoadRequest:
         limit: Seconds after which any wait for another rank ends in `DivergedBlock`.
         stall: Seconds of waiting after which the ranks compare what they are doing.
         options: Everything else, handed to the runtime's own loader.
-        driven: Whether this process is a rank that a driver started.
     """
 
     source: str
@@ -43,7 +42,6 @@ class LoadRequest:
     limit: float = 60.0
     stall: float = 5.0
     options: dict[str, Any] = field(default_factory=dict)
-    driven: bool = False
 
     @property
     def world_size(self) -> int:

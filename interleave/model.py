@@ -78,12 +78,18 @@ class Model(Envoy):
 
     Attributes:
         interleaver: This project's interleaver, with the fragments and the agreement of the runtime.
-        ranks: What runs the blocks on rank processes, where this process is the driver; None where it runs
-            them itself.
     """
 
     interleaver: Interleaver
-    ranks: Any = None
+
+    @property
+    def ranks(self) -> Any:
+        """The rank processes that run the blocks, where this process is their driver; None elsewhere."""
+        return self.interleaver.ranks
+
+    @ranks.setter
+    def ranks(self, ranks: Any) -> None:
+        self.interleaver.ranks = ranks
 
     def trace(self, *inputs: Any, tracer_cls: Any = None, backend: Any = None, **kwargs: Any) -> Any:
         """Open a trace; nnsight's arguments. On a driver the block runs on the ranks."""
@@ -98,8 +104,8 @@ class Model(Envoy):
 
     def interleave(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `fn` in step with the registered blocks. Every rank must make the call."""
-        if self.ranks is not None:
-            return self.ranks.call(self, fn, args, kwargs)
+        if self.ranks is not None and port.detect_fake_mode() is None:
+            return self.ranks.call(self, "interleave", (fn, *args), kwargs)
         if self.interleaver.fragments.enabled:
             args, kwargs = reveal((args, kwargs))
         with self._agreed(summary(fn, args, kwargs)):
@@ -200,9 +206,6 @@ class Model(Envoy):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __getstate__(self) -> dict:
-        return {**super().__getstate__(), "ranks": None}
 
 
 def describe(tree: Tree) -> Any:

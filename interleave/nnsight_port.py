@@ -49,6 +49,7 @@ from nnsight.tracing.globals import SOURCES
 from nnsight.tracing.tracer import Tracer, dec, inc, mark, push_result
 from nnsight.tracing.util import SerializedFrame, clean_traceback, filter_traceback
 from nnsight.util import apply
+from torch._guards import detect_fake_mode
 
 __all__ = [
     "BODY_FORWARD",
@@ -86,6 +87,7 @@ __all__ = [
     "apply",
     "clean_traceback",
     "dec",
+    "detect_fake_mode",
     "eproperty",
     "filter_traceback",
     "getcurrent",

@@ -57,9 +57,9 @@ class Ranks:
         """What runs a captured block on the ranks. `model` is the tree's root, or an edited copy of it."""
         return Backend(self, model)
 
-    def call(self, model: port.Envoy, fn: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """`model.interleave(fn, *args, **kwargs)` on the ranks: one run without a block."""
-        outcome = self.run(model, Call(model, "interleave", (fn, *args), kwargs))
+    def call(self, envoy: port.Envoy, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """`envoy.method(*args, **kwargs)` on the ranks: one run without a block; rank 0's result."""
+        outcome = self.run(envoy.root, Call(envoy, method, args, kwargs))
         if outcome.error is not None:
             raise outcome.error
         return outcome.values["result"]
@@ -151,6 +151,9 @@ class Ranks:
             error = _judge({rank: reply.body for rank, reply in replies.items()}, self._request.world_size)
             if error is not None:
                 raise error
+            model, layouts = self._model(), replies[0].body.layouts
+            if model is not None and layouts is not None:
+                model.interleaver.fragments.tree = layouts
         except BaseException:
             self._finalizer.detach()
             self._fleet.kill("the model could not be loaded")
@@ -190,6 +193,8 @@ class Backend(port.Backend):
             # `with ... as tracer` stays bound after the block, and this backend with it.
             self._model = None
         if outcome.error is not None:
+            # The frames it came with are the user's own; the way to here is plumbing.
+            outcome.error.__intervention_tb__ = outcome.error.__traceback__  # type: ignore[attr-defined]
             raise outcome.error
         for value in outcome.values.values():
             port.mark(value)

@@ -130,7 +130,7 @@ class Rank:
             arena, reply = None, Reply()
             try:
                 if message.kind == "load":
-                    self._load(message.body)
+                    reply = self._load(message.body)
                 elif message.kind == "rebuild":
                     if self.together is not None:
                         self.together.rebuild(message.body)
@@ -145,7 +145,7 @@ class Rank:
             if arena is not None:
                 os.close(arena)
 
-    def _load(self, request: LoadRequest) -> None:
+    def _load(self, request: LoadRequest) -> Reply:
         self._device = request.device_type
         limit = timedelta(seconds=request.limit)
         backend = "gloo"
@@ -157,6 +157,8 @@ class Rank:
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
         self._model = runtime_of(request).load(request)
         self.together = Together(self._model)
+        fragments = getattr(self._model.interleaver, "fragments", None)
+        return Reply(layouts=getattr(fragments, "tree", None) if self.rank == 0 else None)
 
     def _run(self, message: Message) -> tuple[Reply, int | None]:
         request: Request = message.body

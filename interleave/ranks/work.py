@@ -104,9 +104,11 @@ class Request:
 
 @dataclass
 class Reply:
-    """How it ended on one rank. Only rank 0 sends `packed`, what comes back, and its random state."""
+    """How it ended on one rank. Only rank 0 sends `packed`, what comes back, its random state, and after loading
+    the model's layouts."""
 
     error: Raised | None = None
     packed: Packed | None = None
     random: RandomState | None = None
     digest: str | None = None
+    layouts: dict[str, Any] | None = None

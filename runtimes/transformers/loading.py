@@ -90,7 +90,7 @@ def load(request: LoadRequest) -> TransformersModel:
     agreement = None
     if request.world_size > 1:
         join_world(request)
-        agreement = Agreement(request.limit, request.stall, driven=request.driven, device_type=request.device_type)
+        agreement = Agreement(request.limit, request.stall, device_type=request.device_type)
         options["distributed_config"] = DistributedConfig(tp_size=request.tp)
     elif "device_map" not in options:
         options["device_map"] = request.device_type

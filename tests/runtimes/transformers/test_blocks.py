@@ -57,6 +57,38 @@ def ablation(model: Any) -> Any:
     return plain, ablated
 
 
+def test_inference_mode_changes_nothing(pools: Pools):
+    agree(pools(3), Case(tiny("llama-bias")), in_inference_mode)
+
+
+def in_inference_mode(model: Any) -> Any:
+    with torch.inference_mode():
+        return ablation(model)
+
+
+def test_a_sharded_module_is_called_while_its_own_visit_is_open(pools: Pools):
+    results = agree(pools(3), Case(tiny("llama-bias")), calls_in_open_visits)
+    for called, own, again, _ in results[:-1]:
+        assert torch.equal(called, own)
+        assert not torch.allclose(again, own, rtol=1e-2)
+
+
+def calls_in_open_visits(model: Any) -> Any:
+    layer = model.model.layers[0]
+    results: list[Any] = []
+    with model.trace(ROWS):
+        for module in (layer.self_attn.v_proj, layer.self_attn.o_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+            given = module.input
+            called = module(given)
+            own = module.output
+            again = module(given * 2)
+            module.output = own + again
+            results.append([called.clone(), own.clone(), again.clone(), module.output.clone()])
+        results.append(model.lm_head.output)
+        results.save()
+    return results
+
+
 def test_a_value_saved_in_one_trace_is_assigned_in_another(pools: Pools):
     patched, source = agree(pools(2), Case(tiny("llama-bias")), patching)
     assert not torch.allclose(patched, source, atol=1e-3)
