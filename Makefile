@@ -45,7 +45,7 @@ notebooks: $(VENV)/.installed
 	$(TEST_ENV) $(BIN)/python -m tests.test_notebooks
 
 bench: $(VENV)/.installed
-	$(TEST_ENV) $(BIN)/python -m pytest tests/benchmarks -s $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m tests.benchmarks.bracket $(ARGS)
 
 # A newer library may deprecate what is called here: that is shown, not an error.
 test-latest: $(LATEST)/.installed

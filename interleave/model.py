@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-import boundary
+from boundary import collectives
 
 from . import errors
 from . import nnsight_port as port
@@ -24,7 +24,7 @@ from .interleaver import Interleaver
 from .layout import Layout
 
 #: The packages whose frames are plumbing between a block and the model: an error shows the user's own lines.
-_PLUMBING = tuple(str(Path(inspect.getfile(package)).parent) for package in (errors, boundary, port.nnsight))
+_PLUMBING = tuple(str(Path(inspect.getfile(package)).parent) for package in (errors, collectives, port.nnsight))
 
 
 class Tracer(port.InterleavingTracer):

@@ -234,7 +234,7 @@ def fill_leaf(model: Any, visit: Visit, spot: Spot) -> None:
     leaf = leaf_at(value_at(model, visit), spot)
     # Just over half of the dim: the filled part ends inside a rank's piece at every degree.
     half = leaf.shape[-1] // 2 + 1
-    leaf[..., :half] = 1.5 * spot.scale if leaf.dtype.is_floating_point else 3
+    leaf[..., :half] = 1.5 * (spot.scale or 1.0) if leaf.dtype.is_floating_point else 3
 
 
 def altered(tensor: torch.Tensor, scale: float | None) -> torch.Tensor:
@@ -346,7 +346,7 @@ def loss_over_each(log: Log, model: Any, plan: Plan, chosen: set[str]) -> None:
         return f"d {spot.name} / d the first tensor"
 
     def block(tracer: Any) -> None:
-        origin: torch.Tensor | None = None
+        origins: list[torch.Tensor] = []
         for visit in plan.visits:
             spots = [spot for spot in visit.spots if spot.name in chosen]
             with refusals(log, *map(own, spots), *map(down, spots)):
@@ -354,11 +354,11 @@ def loss_over_each(log: Log, model: Any, plan: Plan, chosen: set[str]) -> None:
                 for spot in spots:
                     with refusals(log, own(spot), down(spot)):
                         leaf = leaf_at(value, spot)
-                        origin = leaf if origin is None else origin
+                        origins.append(leaf)
                         loss = (leaf * pattern(leaf.shape)).sum()
                         with loss.backward(retain_graph=True):
                             log[own(spot)] = kept(leaf.grad)
-                            log[down(spot)] = kept(origin.grad)
+                            log[down(spot)] = kept(origins[0].grad)
 
     spots = [spot for _, spot in plan.spots() if spot.name in chosen]
     with ended(log, [*map(own, spots), *map(down, spots)]):

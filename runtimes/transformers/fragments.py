@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from interleave import nnsight_port as port
 from interleave.agreement import Agreement
-from interleave.errors import UnknownLayout
+from interleave.errors import UnknownLayout, Unshardable
 from interleave.fragments import Fragments, Placed, Refused, unknown
 from interleave.layout import Block, Shard, chunk_widths
 
@@ -23,6 +22,7 @@ from .wrapper import Wrapper, installed, tap_outside
 BETWEEN = "it lies between a module that splits its output and one that takes its input split"
 INSIDE = "the operations inside a sharded module run on pieces"
 WEIGHTS = "attention weights hold this rank's heads"
+AT_LOAD = "it lies inside a sharded forward, and is decided when the model is loaded"
 
 
 class TransformersFragments(Fragments):
@@ -74,31 +74,34 @@ class TransformersFragments(Fragments):
             if tree is not None:
                 self.tree[f"{path}.{side}"] = tree
 
-    def settle(self, root: port.Envoy) -> None:
+    def settle(self, root: port.Envoy, between: str = BETWEEN, weights: str = WEIGHTS) -> None:
         """Once the whole tree is known: withhold what lies inside sharded forwards, until it is decided.
 
         Args:
             root: The model's envoy.
+            between, weights: Why, for a value there and for attention weights.
+
+        Raises:
+            Unshardable: A module splits its output, and no module takes it split.
         """
         envoys = {envoy.path: envoy for envoy in root.modules()}
+        for path, sides in self.sides.items():
+            if sides.interior:
+                self.tree[f"{path}.input"] = self.tree[f"{path}.output"] = Refused(between)
         for parent in self.parents():
-            self.interior[parent] = BETWEEN
+            self.interior[parent] = between
             if "Attention" in type(envoys[parent]._module).__name__:
                 self.weighing.add(parent)
-                self.tree[f"{parent}.output"] = (None, Refused(WEIGHTS))
+                self.tree[f"{parent}.output"] = (None, Refused(weights))
             for path in envoys:
                 if path.startswith(f"{parent}.") and path not in self.boundaries:
-                    self.interior[path] = BETWEEN
-                    self.tree[f"{path}.input"] = self.tree[f"{path}.output"] = Refused(BETWEEN)
+                    self.interior[path] = between
+                    self.tree[f"{path}.input"] = self.tree[f"{path}.output"] = Refused(between)
         base = getattr(root._module, "base_model_prefix", "")
         if self.weighing:
             for path in (root.path, f"{root.path}.{base}"):
-                self.tree[f"{path}.output"] = {"attentions": Refused(WEIGHTS)}
-            self.tree["result"] = {"attentions": Refused(WEIGHTS)}
-
-    def between(self) -> list[str]:
-        """The paths of the modules strictly inside a sharded forward."""
-        return [path for path, reason in self.interior.items() if reason is BETWEEN and path not in self.parents()]
+                self.tree[f"{path}.output"] = {"attentions": Refused(weights)}
+            self.tree["result"] = {"attentions": Refused(weights)}
 
     def parents(self) -> list[str]:
         """The smallest modules that hold both a split output and a split input: attention, MLP."""
@@ -112,6 +115,11 @@ class TransformersFragments(Fragments):
                 if any(other.startswith(f"{parent}.") for other in takes):
                     found[parent] = None
                     break
+            else:
+                raise Unshardable(
+                    f"`{path}` splits its output and no module takes it split, so what the model computes from it "
+                    f"cannot be made whole. Give it a style that gathers, such as 'colwise_gather_output'."
+                )
         return list(found)
 
     def parameter(self, path: str, parameter: Any) -> Placed | None:
@@ -134,6 +142,3 @@ class TransformersFragments(Fragments):
     def own_forward(self, module: torch.nn.Module) -> Wrapper | None:
         wrapper = installed(module)
         return wrapper if wrapper is not None and wrapper.own is not None else None
-
-
-__all__ = ["Callable", "Iterable", "TransformersFragments"]

@@ -15,7 +15,7 @@ from interleave.errors import InterleaveError, Unshardable
 from interleave.interleaver import Interleaver
 from interleave.load import LoadRequest
 
-from .fragments import TransformersFragments
+from .fragments import AT_LOAD, TransformersFragments
 from .interior import decide
 from .model import TransformersModel
 from .plan import boundaries, check_degree
@@ -145,7 +145,7 @@ def outline(request: LoadRequest) -> TransformersModel:
         fragments.enabled = True
         for name, sides in boundaries(module, request.tp).items():
             fragments.record(f"{model.path}.{name}", sides)
-        fragments.settle(model)
+        fragments.settle(model, AT_LOAD, AT_LOAD)
     return model
 
 

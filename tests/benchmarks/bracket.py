@@ -107,7 +107,6 @@ def round_trip(world: World, path: str, rounds: int) -> dict[str, float]:
     ours, _ = models(world, path)
     fragments = ours.interleaver.fragments
     location = "model.model.layers.0.mlp.gate_proj.output"
-    group = fragments.groups["tp"]
     mesh = ours.model.layers[0].mlp.gate_proj._module.weight.device_mesh
     width = fragments.tree[location].layout.widths[world.rank]
     found = {}
@@ -125,7 +124,9 @@ def round_trip(world: World, path: str, rounds: int) -> dict[str, float]:
             return whole, undo(whole)  # type: ignore[misc]
 
         def direct(piece: torch.Tensor = piece, start: int = start) -> tuple[torch.Tensor, torch.Tensor]:
-            whole = torch.cat(group.all_gather(piece, key="direct"), -1)
+            pieces = [torch.empty_like(piece) for _ in range(world.size)]
+            dist.all_gather(pieces, piece)
+            whole = torch.cat(pieces, -1)
             return whole, whole.narrow(-1, start, width).clone()
 
         def dtensor(piece: torch.Tensor = piece) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,9 +139,7 @@ def round_trip(world: World, path: str, rounds: int) -> dict[str, float]:
             assert torch.equal(back, piece), side.__name__
             assert torch.equal(whole, direct()[0]), side.__name__
         with torch.no_grad():
-            medians = timed(
-                {"bracket": bracket, "edited": edited, "direct": direct, "dtensor": dtensor}, rounds * 20
-            )
+            medians = timed({"bracket": bracket, "edited": edited, "direct": direct, "dtensor": dtensor}, rounds * 20)
         size = f"{piece.nbytes * world.size / 1024:.0f} KiB"
         found[f"{size}: read and put back / direct collective"] = medians["bracket"] / medians["direct"]
         found[f"{size}: read, edited, put back / direct collective"] = medians["edited"] / medians["direct"]
@@ -164,9 +163,7 @@ def idle(world: World, path: str, rounds: int) -> dict[str, float]:
 
     assert ours.interleaver.handle(location, value) is value
     with torch.no_grad():
-        per_visit = timed(
-            {"ours": visit(ours.interleaver), "nnsight": visit(theirs.interleaver)}, rounds * 2
-        )
+        per_visit = timed({"ours": visit(ours.interleaver), "nnsight": visit(theirs.interleaver)}, rounds * 2)
         plain = ours._module
         assert torch.equal(read_none(ours), plain(IDS).logits), "a trace changed the logits"
         whole = timed({"trace": lambda: read_none(ours), "forward": lambda: plain(IDS)}, rounds * 2)

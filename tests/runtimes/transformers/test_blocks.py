@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from interleave.errors import UnknownLayout
+from interleave.nnsight_port import save
 from tests.harness import IDS, Case, agree, loaded
 from tests.models import tiny
 from tests.pool import Pools, World
@@ -38,7 +39,7 @@ def logit_lens(model: Any) -> Any:
     with model.trace(ROWS):
         lens = [model.lm_head(model.model.norm(layer.output)) for layer in model.model.layers]
         lens.append(model.lm_head.output)
-        lens.save()
+        save(lens)
     return lens
 
 
@@ -85,7 +86,7 @@ def calls_in_open_visits(model: Any) -> Any:
             module.output = own + again
             results.append([called.clone(), own.clone(), again.clone(), module.output.clone()])
         results.append(model.lm_head.output)
-        results.save()
+        save(results)
     return results
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from nnsight.intervention.envoy import Envoy
 from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from interleave.nnsight_port import BODY_FORWARD
 from runtimes.transformers.smollm2 import smollm2
