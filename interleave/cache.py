@@ -32,14 +32,16 @@ class Cache(port.Cache):
         super().__init__(*args, **kwargs)
 
     @property
-    def entries(self) -> dict[str, list[port.Entry]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def entries(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self,
+    ) -> dict[str, list[port.Entry]]:
         """Module path -> one entry per visit."""
         if self._settle is not None and not self._recording:
             self._settle()
         return self._entries
 
     @entries.setter
-    def entries(self, entries: dict[str, list[port.Entry]]) -> None:
+    def entries(self, entries: dict[str, list[port.Entry]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._entries = entries
 
     def _record(self, path: str, key: str, value: Any) -> None:

@@ -39,7 +39,7 @@ class Envoy(port.Envoy):
             return super().__call__(*args, hook=hook, **kwargs)
         args, kwargs = reveal((args, kwargs))
         output = f"{self.path}.output"
-        if self.path not in fragments.boundaries:
+        if self.path not in fragments.holding:
             # Nothing of the module is split: on wholes it computes what one process would.
             return fragments.withhold(output, super().__call__(*args, hook=hook, **kwargs))
         key = self.interleaver.call_key(self.path)

@@ -215,7 +215,8 @@ class Fragments(port.Fragments):
     Attributes:
         tree: Location -> the layout of its value. A location that is absent is whole.
         groups: Axis -> this project's own group of the ranks along it.
-        boundaries: Paths of the modules that cut or gather: an ad-hoc call of one takes and gives wholes.
+        boundaries: Paths of the modules that split or sum.
+        holding: Paths of the modules that are a boundary or hold one: an ad-hoc call of one takes and gives pieces.
         interior: Paths of modules whose forward runs on pieces -> why its operations are refused.
         opaque: Types that hold pieces inside (a KV cache): withheld wherever they appear.
     """
@@ -226,6 +227,7 @@ class Fragments(port.Fragments):
         self.tree: dict[str, Tree] = {}
         self.groups: dict[str, Group] = {}
         self.boundaries: set[str] = set()
+        self.holding: set[str] = set()
         self.interior: dict[str, str] = {}
 
     def layout(self, location: str) -> Tree:
@@ -236,6 +238,13 @@ class Fragments(port.Fragments):
             reason = self.interior.get(location.partition(".source.")[0])
             return None if reason is None else Refused(reason)
         return None
+
+    def bound(self, path: str) -> None:
+        """Enter a boundary."""
+        self.boundaries.add(path)
+        while path:
+            self.holding.add(path)
+            path = path.rpartition(".")[0]
 
     def parameter(self, path: str, parameter: Any) -> Placed | None:
         """How a sharded parameter is spread; None if every rank holds all of it. For a runtime to say."""

@@ -151,7 +151,8 @@ class Ranks:
             error = _judge({rank: reply.body for rank, reply in replies.items()}, self._request.world_size)
             if error is not None:
                 raise error
-            model, layouts = self._model(), replies[0].body.layouts
+            model: Any = self._model()
+            layouts = replies[0].body.layouts
             if model is not None and layouts is not None:
                 model.interleaver.fragments.tree = layouts
         except BaseException:

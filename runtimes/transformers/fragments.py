@@ -69,7 +69,7 @@ class TransformersFragments(Fragments):
         self.interior[path] = INSIDE
         if sides.interior:
             return
-        self.boundaries.add(path)
+        self.bound(path)
         for side, tree in (("input", sides.input), ("output", sides.output)):
             if tree is not None:
                 self.tree[f"{path}.{side}"] = tree

@@ -13,6 +13,7 @@ whole without an exchange of ours.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,11 +74,38 @@ def installed(module: torch.nn.Module) -> Wrapper | None:
 
 def tap_outside(module: torch.nn.Module, wrapper: Wrapper) -> None:
     """Make nnsight's controller run the wrapper as its body. Before the controller is installed; idempotent."""
-    forward = module.__dict__.get("forward")
-    if wrapper.own is None or port.STATE in module.__dict__ or forward is None:
+    if port.STATE in module.__dict__:
         return
+    for number, hook in list(module._backward_hooks.items()):
+        if _INSTALLED in getattr(hook, "__qualname__", ""):
+            module._backward_hooks[number] = _with_real_grad(hook)
+    forward = module.__dict__.get("forward")
+    if wrapper.own is None or forward is None:
+        return
+    for cell in _cells(forward).values():
+        if inspect.isfunction(hook := cell.cell_contents) and _INSTALLED in hook.__qualname__:
+            cell.cell_contents = _with_real_grad(hook)
     module.__dict__["forward"] = _editable(forward)
     module.__dict__[port.BODY_FORWARD] = True
+
+
+def _with_real_grad(hook: Callable) -> Callable:
+    """A backward hook that sees a parameter's real `.grad`.
+
+    In a traced backward, `Tensor.grad` is the block's way to ask for a gradient and parks whoever reads it; the style's
+    own hook would wait there for ever.
+    """
+
+    @functools.wraps(hook)
+    def run(*args: Any) -> Any:
+        served = torch.Tensor.grad
+        torch.Tensor.grad = torch._C.TensorBase.grad  # type: ignore[assignment,attr-defined]
+        try:
+            return hook(*args)
+        finally:
+            torch.Tensor.grad = served  # type: ignore[assignment]
+
+    return run
 
 
 def _editable(forward: Callable) -> Callable:
