@@ -122,7 +122,7 @@ class Sockets:
         """
         links: list[socket.socket | None] = [None] * size
         with (
-            tempfile.TemporaryDirectory(prefix="ranks-") as directory,
+            tempfile.TemporaryDirectory(prefix="ranks-", dir=_short_directory()) as directory,
             socket.socket(socket.AF_UNIX) as listener,
         ):
             path = os.path.join(directory, "rank")
@@ -212,6 +212,11 @@ class Sockets:
         for link in self._links:
             if link is not None:
                 link.close()
+
+
+def _short_directory() -> str | None:
+    """Where sockets may lie: their paths are limited to some hundred bytes. None: where temporary files lie."""
+    return None if len(tempfile.gettempdir()) < 80 else "/tmp"
 
 
 def _preamble(what: str, payload: memoryview) -> bytes:

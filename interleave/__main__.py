@@ -57,24 +57,12 @@ def table_rows(model: Model, everything: bool = False) -> list[tuple[str, str]]:
     for envoy in reversed(model.modules()):
         for side in ("input", "output"):
             location = f"{envoy.path}.{side}"
-            text = words(describe(model.interleaver.fragments.layout(location)))
+            text = describe(model.interleaver.fragments.layout(location))
             if text != "whole" or everything:
                 texts = found.setdefault(re.sub(r"\.\d+(?=\.)", ".*", location), [])
                 if text not in texts:
                     texts.append(text)
     return [(location, " or ".join(texts)) for location, texts in found.items()]
-
-
-def words(described: object) -> str:
-    """A description on one line: what a value's parts are, in order."""
-    if isinstance(described, tuple):
-        parts = [words(part) for part in described]
-        while len(parts) > 1 and parts[-1] == "whole":
-            parts.pop()
-        return parts[0] if len(parts) == 1 else "(" + ", ".join(parts) + ")"
-    if isinstance(described, dict):
-        return "{" + ", ".join(f"{key}: {words(part)}" for key, part in described.items()) + "}"
-    return str(described)
 
 
 if __name__ == "__main__":

@@ -101,10 +101,10 @@ class Agreement:
 
     Args:
         limit: Seconds after which any wait for another rank ends in an error.
-        stall: Seconds of waiting after which ranks compare what they are doing.
         driven: Whether a driver says when a trace starts and groups are rebuilt; else the ranks agree by
-        themselves. device_type: What our groups carry: `"cpu"` (over gloo) or `"cuda"` (over nccl). store:
-        A store that all ranks reach; default: that of the default process group.
+            themselves.
+        device_type: What our groups carry: `"cpu"` or `"cuda"`.
+        store: A store that all ranks reach; default: that of the default process group.
 
     Attributes:
         rank, world_size: This process's place.
@@ -115,7 +115,6 @@ class Agreement:
     def __init__(
         self,
         limit: float = 60.0,
-        stall: float = 5.0,
         *,
         driven: bool = False,
         device_type: str = "cpu",
@@ -125,7 +124,6 @@ class Agreement:
         self.rank = dist.get_rank() if ready else 0
         self.world_size = dist.get_world_size() if ready else 1
         self.limit = limit
-        self.stall = stall
         self.driven = driven
         self.trace = 0
         self.ledger = Ledger()
@@ -274,7 +272,7 @@ class Agreement:
     def key(self, location: str, occurrence: int, kind: str) -> str:
         """The key of an exchange, equal on all ranks that do the same; it is entered in the ledger."""
         self.ledger.enter(Entry(location, occurrence, kind))
-        return f"{self.generation}.{self.trace}.{location}.{occurrence}.{kind}"
+        return f"{location} (occurrence {occurrence}, {kind}; trace {self.generation}.{self.trace})"
 
     def _meet(self, board: Board, what: str) -> None:
         """Agree on the board that this trace starts, whether to rebuild first, and on the random state."""

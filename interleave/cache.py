@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import nnsight_port as port
-from .fragments import Fragments, Placed, Tree, is_piece, plan_leaves
+from .fragments import Fragments, Placed, Tree, Withheld, is_piece, plan_leaves
 from .layout import assemble_many, whole_shape
 
 if TYPE_CHECKING:
-    from .interleaver import Interleaver, Visit
+    from .interleaver import Visit
 
 
 class Cache(port.Cache):
@@ -74,26 +74,31 @@ class Cache(port.Cache):
 
 @dataclass
 class Pending:
-    """One value a cache waits for."""
+    """One visit's value, which caches wait for.
 
-    fill: Callable[[Any], None]
-    cache: Cache
+    Attributes:
+        value: A copy of the piece, with what cannot be assembled withheld.
+        tree: Its layout.
+        nbytes: How large its wholes are.
+        location: Where it was.
+        takers: What puts the assembled value into each cache that keeps it.
+    """
+
     value: Any
     tree: Tree
-    narrow: Callable[[Any], Any]
     nbytes: int
+    location: str
+    takers: list[Callable[[Any], None]]
+
+    def withhold(self) -> None:
+        """The run ended before the value could be assembled."""
+        for take in self.takers:
+            take(Withheld(None, self.location, "the trace raised before its caches were assembled"))
 
     @classmethod
-    def snapshot(
-        cls,
-        cache: Cache,
-        selected: tuple[str, str],
-        visit: Visit,
-        interleaver: Interleaver,
-        group: list | None,
-    ) -> Pending:
+    def snapshot(cls, visit: Visit) -> Pending:
         """A copy of the visit's piece: the model may write over its own before the trace ends."""
-        fragments, batcher = interleaver.fragments, interleaver.batcher
+        fragments = visit.fragments
         tree = fragments.layout(visit.location)
         nbytes = 0
 
@@ -106,8 +111,7 @@ class Pending:
             return fragments.withheld(visit.location, leaf, node)
 
         value = fragments.withhold(visit.location, plan_leaves(visit.brought, tree, keep))
-        narrow = (lambda v: v) if batcher is None else (lambda v: batcher.narrow(v, group))
-        return cls(cache.defer(selected, interleaver.flush), cache, value, tree, narrow, nbytes)
+        return cls(value, tree, nbytes, visit.location, [])
 
 
 def assemble_pending(pending: list[Pending], fragments: Fragments, key: str) -> None:
@@ -134,4 +138,6 @@ def assemble_pending(pending: list[Pending], fragments: Fragments, key: str) -> 
                 return next(wholes[node.axis])
             return leaf
 
-        item.fill(item.narrow(plan_leaves(item.value, item.tree, take)))
+        whole = plan_leaves(item.value, item.tree, take)
+        for taker in item.takers:
+            taker(whole)

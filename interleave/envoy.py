@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,6 +45,7 @@ class Envoy(port.Envoy):
             # Nothing of the module is split: on wholes it computes what one process would.
             return fragments.withhold(output, super().__call__(*args, hook=hook, **kwargs))
         key = self.interleaver.call_key(self.path)
+        args, kwargs = first_positional(self._module, args, kwargs)
         args, kwargs = fragments.split(f"{self.path}.input", (args, kwargs), f"{key}/in")
         result = super().__call__(*args, hook=hook, **kwargs)
         whole, _ = fragments.whole(output, result, key)
@@ -50,10 +53,33 @@ class Envoy(port.Envoy):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        if isinstance(value, DTensor):
-            return self.interleaver.parameters.read(f"{self.path}.{name}", value)
         if isinstance(value, torch.Tensor) and value.is_meta and self.interleaver.ranks is not None:
             return self.interleaver.ranks.call(self, "__getattr__", (name,), {})
+        return self._whole(name, value)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where values for this module belong: on a driver the CPU, from where they go to the ranks."""
+        return torch.device("cpu") if self.interleaver.ranks is not None else super().device
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's parameters by name (torch's arguments), each of them whole. Every rank must iterate."""
+        for name, parameter in self._module.named_parameters(*args, **kwargs):
+            yield name, self._whole(name, parameter)
+
+    def parameters(self, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
+        """The module's parameters (torch's arguments), each of them whole. Every rank must iterate."""
+        for _, parameter in self.named_parameters(*args, **kwargs):
+            yield parameter
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The module's state (torch's arguments) in wholes. Every rank must call it."""
+        state = self._module.state_dict(*args, **kwargs)
+        return {name: self._whole(name, value) for name, value in state.items()}
+
+    def _whole(self, name: str, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return self.interleaver.parameters.read(f"{self.path}.{name}", value)
         return value
 
     @property
@@ -63,6 +89,16 @@ class Envoy(port.Envoy):
         if inner is None:
             return super().source
         return port.Source(self, self.path, inner.instrument(self))
+
+
+def first_positional(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The call with its first argument given by position, as the layouts of inputs and some wrappers expect it."""
+    if args:
+        return args, kwargs
+    first = next(iter(list(inspect.signature(type(module).forward).parameters)[1:]), None)
+    if first not in kwargs:
+        return args, kwargs
+    return (kwargs[first],), {key: value for key, value in kwargs.items() if key != first}
 
 
 class DecoderLayerEnvoy(Envoy):

@@ -14,6 +14,7 @@ A subclass fills `tree` in `instrument`; nothing else is needed for a runtime wh
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,7 +25,8 @@ from boundary.collectives import Group
 
 from . import nnsight_port as port
 from .errors import ShapeChanged, UnknownLayout
-from .layout import Layout, Partial, Whole, assemble, cut, whole_shape
+from .late import LateEdits
+from .layout import Layout, Partial, Whole, assemble, cut, same_bits, whole_shape
 
 
 class Placed(NamedTuple):
@@ -46,6 +48,9 @@ class Refused:
     def __str__(self) -> str:
         return f"refused: {self.reason}"
 
+
+#: A node that stands at every leaf of a value.
+_EVERYWHERE = Refused("everywhere")
 
 #: The layout of a value: one node for all tensors below it, or a node per entry; None is whole.
 Tree = Placed | Refused | tuple["Tree", ...] | Mapping[Any, "Tree"] | None
@@ -127,30 +132,17 @@ def reveal(value: Any) -> Any:
 
 def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
     """`value` with each leaf replaced by `change(leaf)`; containers are copied only where a leaf changed."""
-    if isinstance(value, tuple):
-        new = [rebuild(item, change) for item in value]
-        if all(a is b for a, b in zip(new, value, strict=True)):
-            return value
-        return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
-    if isinstance(value, list):
-        new = [rebuild(item, change) for item in value]
-        return value if all(a is b for a, b in zip(new, value, strict=True)) else new
-    if isinstance(value, dict):
-        new = {key: rebuild(item, change) for key, item in value.items()}
-        if all(new[key] is value[key] for key in value):
-            return value
-        return with_items(value, new)
-    return change(value)
+    return plan_leaves(value, _EVERYWHERE, lambda leaf, _: change(leaf))
 
 
 def with_items(container: dict, items: Mapping) -> dict:
     """A copy of `container`, whatever dict it is (a ModelOutput, too), holding `items`."""
     if type(container) is dict:
         return dict(items)
-    copy = container.copy()
+    new = copy.copy(container)
     for key, item in items.items():
-        copy[key] = item
-    return copy
+        new[key] = item
+    return new
 
 
 def holds(value: Any, types: tuple[type, ...]) -> bool:
@@ -214,6 +206,7 @@ class Fragments(port.Fragments):
 
     Attributes:
         tree: Location -> the layout of its value. A location that is absent is whole.
+        late: What blocks were handed and may still write into.
         groups: Axis -> this project's own group of the ranks along it.
         boundaries: Paths of the modules that split or sum.
         holding: Paths of the modules that are a boundary or hold one: an ad-hoc call of one takes and gives pieces.
@@ -226,6 +219,7 @@ class Fragments(port.Fragments):
     def __init__(self) -> None:
         self.tree: dict[str, Tree] = {}
         self.groups: dict[str, Group] = {}
+        self.late = LateEdits()
         self.boundaries: set[str] = set()
         self.holding: set[str] = set()
         self.interior: dict[str, str] = {}
@@ -273,11 +267,13 @@ class Fragments(port.Fragments):
             raise UnknownLayout(unknown(location, tree.reason))
         key = key or location
         leaves: list[Leaf] = []
+        passed: list[Any] = []
 
         def open_leaf(leaf: Any, node: Placed | Refused) -> Any:
             if isinstance(node, Refused):
                 return self.withheld(location, leaf, node)
             if not is_piece(leaf, node.layout):
+                passed.append(leaf)
                 return leaf
             suffix = f"#{len(leaves)}" if leaves else ""
             whole = assemble(leaf, node.layout, self.groups[node.axis], key + suffix)
@@ -293,23 +289,31 @@ class Fragments(port.Fragments):
         fixed = whole is opened and is_fixed(value, tree)
 
         def close_leaf(leaf: Any, node: Placed | Refused) -> Any:
-            if isinstance(node, Refused) or not is_piece(leaf, node.layout):
+            if isinstance(node, Refused) or not is_whole(leaf, node.layout) or any(leaf is p for p in passed):
                 return leaf
             number = next((n for n, opened in enumerate(leaves) if same_storage(leaf, opened.whole)), None)
             if number is not None and self.untouched(leaf, leaves[number]):
-                return leaves[number].piece
+                return self.hand_on(location, leaf, leaves[number].piece, node)
             like = next((opened.whole for opened in leaves if opened.placed == node), None)
             check_shared(location, node, like, leaf)
             suffix = f"#{number}" if number else ""
-            return cut(leaf, node.layout, self.groups[node.axis], f"{key}{suffix}/back")
+            piece = cut(leaf, node.layout, self.groups[node.axis], f"{key}{suffix}/back")
+            return self.hand_on(location, leaf, piece, node)
 
         def undo(left: Any) -> Any:
             if left is whole and fixed and all(self.untouched(leaf.whole, leaf) for leaf in leaves):
+                for leaf in leaves:
+                    self.hand_on(location, leaf.whole, leaf.piece, leaf.placed)
                 return value
             closed = reveal(plan_leaves(left, tree, close_leaf))
             return value if same_parts(closed, value) else closed
 
         return whole, undo
+
+    def hand_on(self, location: str, whole: torch.Tensor, piece: torch.Tensor, placed: Placed) -> torch.Tensor:
+        """`piece` goes on into the model while the block may still write into `whole`."""
+        self.late.remember(location, whole, piece, placed.layout, self.groups[placed.axis])
+        return piece
 
     def untouched(self, whole: torch.Tensor, leaf: Leaf) -> bool:
         """Whether an opened leaf still has the bits it was opened with, and autograd does not need it on its graph."""
@@ -317,23 +321,17 @@ class Fragments(port.Fragments):
             return False
         if leaf.snapshot is not None:
             return same_bits(whole, leaf.snapshot)
-        group, dim, start = self.groups[leaf.placed.axis], leaf.placed.layout.shared_dim, 0
-        for view in leaf.placed.layout.views(whole, group.rank, group.size):
-            width = view.shape[dim] if dim is not None else 0
-            part = leaf.piece if view.shape == leaf.piece.shape else leaf.piece.narrow(dim or 0, start, width)
-            if not same_bits(view, part):
-                return False
-            start += width
-        return True
+        group = self.groups[leaf.placed.axis]
+        return leaf.placed.layout.is_piece_of(leaf.piece, whole, group.rank, group.size)
 
     def split(self, location: str, whole: Any, key: str = "") -> Any:
         """This rank's piece of a value that was never gathered: a `.skip` replacement, an ad-hoc argument."""
         key = key or f"{location}/split"
 
         def cut_leaf(leaf: Any, node: Placed | Refused) -> Any:
-            if isinstance(node, Refused) or not is_piece(leaf, node.layout):
+            if isinstance(node, Refused) or not is_whole(leaf, node.layout):
                 return leaf
-            return cut(leaf, node.layout, self.groups[node.axis], key)
+            return self.hand_on(location, leaf, cut(leaf, node.layout, self.groups[node.axis], key), node)
 
         tree = self.layout(location)
         if isinstance(tree, Refused):
@@ -409,6 +407,11 @@ def check_shared(location: str, tree: Tree, expected: Any, replacement: Any) -> 
             check_shared(location, branch(tree, key), entry, item)
 
 
+def is_whole(leaf: Any, layout: Layout) -> bool:
+    """Whether a leaf that a block puts under a placed node is a tensor that has to be cut."""
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and not isinstance(layout, Whole)
+
+
 def is_piece(leaf: Any, layout: Layout) -> bool:
     """Whether a leaf under a placed node is a tensor that can be a piece (a mask of integers cannot)."""
     if not isinstance(leaf, torch.Tensor) or isinstance(layout, Whole):
@@ -427,19 +430,6 @@ def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.device == b.device
         and a.data_ptr() == b.data_ptr()
     )
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits; NaNs equal themselves and -0.0 differs from 0.0."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    bits = _BITS.get(a.element_size())
-    if bits is None or a.is_complex():
-        return torch.equal(a, b)
-    return torch.equal(a.detach().view(bits), b.detach().view(bits))
 
 
 def same_parts(a: Any, b: Any) -> bool:

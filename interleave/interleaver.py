@@ -16,10 +16,12 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from boundary.collectives import CollectiveError
+
 from . import nnsight_port as port
-from .cache import Cache, Pending, assemble_pending
+from .cache import Pending, assemble_pending
 from .errors import InterleaveError
-from .fragments import Fragments
+from .fragments import Fragments, Refused
 from .parameters import Parameters
 
 if TYPE_CHECKING:
@@ -67,6 +69,11 @@ class Visit:
         self.value = value
         if self.state == "piece":
             self.state = "replaced"
+
+    @property
+    def refused(self) -> bool:
+        """Whether all of the value is refused."""
+        return isinstance(self.fragments.layout(self.location), Refused)
 
     def expected(self) -> Any:
         """A structure with the whole sizes of what the model brought."""
@@ -175,11 +182,15 @@ class Interleaver(port.Interleaver):
                 mediator.iteration = None  # a pinned step is reached: what follows in it is sequential
             try:
                 answer = (self.answer(request, mediator, visit),)
-            except InterleaveError as refusal:
-                mediator.pending = throw(mediator, refusal)
+            except (InterleaveError, CollectiveError) as error:
+                mediator.pending = throw(mediator, self.told(error))
                 continue
             mediator.pending = mediator.switch(*answer)
-            self.parameters.settle()
+            self.settle()
+
+    def told(self, error: Exception) -> Exception:
+        """What `error` is called where the ranks' agreement knows better."""
+        return error if self.agreement is None else self.agreement.translate(error)
 
     def answer(self, request: port.Pending, mediator: port.Mediator, visit: Visit) -> Any:
         """Do what one request asks for; the value a read is answered with, None for the others."""
@@ -203,23 +214,32 @@ class Interleaver(port.Interleaver):
         if self.fragments.enabled and self.fragments.fragmented(output):
             self.fragments.check(output, None, replacement)
 
+    def settle(self) -> None:
+        """Carry what blocks wrote, into parameters and into values the model has already gone on with, to the model."""
+        self.parameters.settle()
+        self.fragments.late.settle()
+
     # -- caches ----------------------------------------------------------------------------------------------
 
     def observe(self, visit: Visit, observers: list) -> None:
         """Give the visit's value to the caches that keep it; a piece waits for the others of this trace."""
+        batcher = self.batcher
+        pending: Pending | None = None
         for mediator, cache, selected in observers:
             group = mediator.batch_group
-            if visit.state == "piece" and not (isinstance(cache, Cache) and cache.detach):
+            if visit.state == "piece" and not cache.detach and not visit.refused:
                 visit.open()
-            if visit.state == "piece":
-                pending = Pending.snapshot(cache, selected, visit, self, group)
+            if visit.state != "piece":
+                cache.observe_selected(selected, visit.value if batcher is None else batcher.narrow(visit.value, group))
+                continue
+            if pending is None:
+                pending = Pending.snapshot(visit)
                 self.pending.append(pending)
                 self.pending_bytes += pending.nbytes
-                continue
-            value = visit.value
-            if self.batcher is not None:
-                value = self.batcher.narrow(value, group)
-            cache.observe_selected(selected, value)
+            fill = cache.defer(selected, self.flush)
+            pending.takers.append(
+                fill if batcher is None else lambda whole, fill=fill, group=group: fill(batcher.narrow(whole, group))
+            )
         if self.pending_bytes > PENDING_BYTES:
             self.flush()
 
@@ -235,8 +255,16 @@ class Interleaver(port.Interleaver):
     def __enter__(self) -> Interleaver:
         self.pending, self.pending_bytes = [], 0
         self.calls = self.flushes = 0
-        super().__enter__()
+        if all(mediator.worker is None for mediator in self.mediators):
+            # From here, so that a run that the ranks left at different places does not tell them apart for ever.
+            self.counts.clear()
         self.parameters.settle()
+        try:
+            super().__enter__()
+            self.settle()
+        except BaseException:
+            self.forget()
+            raise
         return self
 
     def __exit__(
@@ -246,12 +274,20 @@ class Interleaver(port.Interleaver):
         traceback: TracebackType | None,
     ) -> bool:
         swallow = super().__exit__(exc_type, exc_value, traceback)
-        self.parameters.clear()
-        if exc_type is None or swallow:
-            self.flush()
-        else:
-            self.pending, self.pending_bytes = [], 0
+        try:
+            if exc_type is None or swallow:
+                self.flush()
+        finally:
+            self.forget()
         return swallow
+
+    def forget(self) -> None:
+        """Drop what the run left: values that caches still wait for are withheld, since the run ended in an error."""
+        pending, self.pending, self.pending_bytes = self.pending, [], 0
+        for item in pending:
+            item.withhold()
+        self.parameters.clear()
+        self.fragments.late.clear()
 
 
 def throw(mediator: port.Mediator, error: BaseException) -> Any:

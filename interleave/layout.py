@@ -46,6 +46,19 @@ from boundary.collectives import Group, outside_inference, sum_in_rank_order
 Shape = tuple[int, ...]
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bits; NaNs equal themselves and -0.0 differs from 0.0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    bits = _BITS.get(a.element_size())
+    if bits is None or a.is_complex():
+        return torch.equal(a, b)
+    return torch.equal(a.detach().view(bits), b.detach().view(bits))
+
+
 class Layout(ABC):
     """What one rank's piece is of the whole. Layouts are immutable, hashable and compare by content.
 
@@ -84,9 +97,9 @@ class Layout(ABC):
     def take(self, whole: Tensor, rank: int, degree: int) -> Tensor:
         """The piece of `rank`, a new contiguous tensor."""
 
-    def views(self, whole: Tensor, rank: int, degree: int) -> list[Tensor]:
-        """The piece of `rank` as views into `whole`, in the piece's order, or one new tensor of its content."""
-        return [self.take(whole, rank, degree)]
+    def is_piece_of(self, piece: Tensor, whole: Tensor, rank: int, degree: int) -> bool:
+        """Whether `piece` holds the very bits that `take` would give."""
+        return same_bits(self.take(whole, rank, degree), piece)
 
     @abstractmethod
     def take_gradient(self, gradient: Tensor, rank: int, degree: int) -> Tensor:
@@ -241,12 +254,16 @@ class Shard(Layout):
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         return self._joined(pieces, lambda copies: copies[0])
 
-    def views(self, whole: Tensor, rank: int, degree: int) -> list[Tensor]:
+    def is_piece_of(self, piece: Tensor, whole: Tensor, rank: int, degree: int) -> bool:
         plan = self._plan(whole.shape, degree)
-        return [whole.narrow(self.dim, part.whole, part.width) for part in plan.parts[rank]]
+        return plan.widths[rank] == piece.shape[self.dim] and all(
+            same_bits(whole.narrow(self.dim, part.whole, part.width), piece.narrow(self.dim, part.piece, part.width))
+            for part in plan.parts[rank]
+        )
 
     def take(self, whole: Tensor, rank: int, degree: int) -> Tensor:
-        parts = self.views(whole, rank, degree)
+        plan = self._plan(whole.shape, degree)
+        parts = [whole.narrow(self.dim, part.whole, part.width) for part in plan.parts[rank]]
         if len(parts) == 1:
             return parts[0].clone(memory_format=torch.contiguous_format)
         return torch.cat(parts, self.dim)

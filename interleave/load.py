@@ -26,7 +26,6 @@ class LoadRequest:
         dtype: A torch dtype's name (`"float32"`), or None for the checkpoint's own.
         device: `"cpu"`, `"cuda"`, or None for cuda where there is one.
         limit: Seconds after which any wait for another rank ends in `DivergedBlock`.
-        stall: Seconds of waiting after which the ranks compare what they are doing.
         options: Everything else, handed to the runtime's own loader.
     """
 
@@ -40,7 +39,6 @@ class LoadRequest:
     dtype: str | None = None
     device: str | None = None
     limit: float = 60.0
-    stall: float = 5.0
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -85,7 +83,6 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
     limit: float = 60.0,
-    stall: float = 5.0,
     **options: Any,
 ) -> Any:
     """Load a model so that a trace block reads, writes, skips, calls and differentiates whole values.
@@ -103,7 +100,6 @@ def load(
         dtype: A dtype or its name; default: the checkpoint's.
         device: `"cpu"` or `"cuda"`; default: cuda where there is one.
         limit: Seconds that any wait for another rank may take.
-        stall: Seconds of waiting after which the ranks compare what they are doing.
         **options: Handed to the runtime's loader (for transformers: `from_pretrained`'s arguments).
 
     Returns:
@@ -113,11 +109,17 @@ def load(
         Unshardable: The degree or the model's plan cannot work; raised before weights are read.
         InterleaveError: The path is no model, or an option is refused, by name.
     """
+    if not isinstance(source, str | os.PathLike):
+        raise InterleaveError(f"load takes a directory or a repo id, not {source!r}; `wrap` takes a loaded model")
+    if device not in (None, "cpu", "cuda"):
+        raise InterleaveError(f"device={device!r}: the devices are 'cpu' and 'cuda'")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InterleaveError("device='cuda', and torch finds no GPU here")
+    if not limit > 0:
+        raise InterleaveError(f"limit={limit!r}: a wait needs a positive number of seconds")
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
-    request = LoadRequest(
-        os.fspath(source), runtime, tp, ep, pp, dp, cp, dtype, device, float(limit), float(stall), options
-    )
+    request = LoadRequest(os.fspath(source), runtime, tp, ep, pp, dp, cp, dtype, device, float(limit), options)
     for axis in ("tp", "ep", "pp", "dp", "cp"):
         degree = getattr(request, axis)
         if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
@@ -132,7 +134,7 @@ def load(
     return start(request, loader.outline(request))
 
 
-def wrap(module: torch.nn.Module, tokenizer: Any = None, *, limit: float = 60.0, stall: float = 5.0) -> Any:
+def wrap(module: torch.nn.Module, tokenizer: Any = None, *, limit: float = 60.0) -> Any:
     """The envoy tree over a model that is loaded already, and perhaps sharded by its runtime, in this process.
 
     Every rank that holds a part of the model must make the call.
@@ -141,7 +143,6 @@ def wrap(module: torch.nn.Module, tokenizer: Any = None, *, limit: float = 60.0,
         module: A transformers model, as `from_pretrained` gives it, with or without a `distributed_config`.
         tokenizer: For prompts that are text; without one a trace takes ids.
         limit: Seconds that any wait for another rank may take.
-        stall: Seconds of waiting after which the ranks compare what they are doing.
 
     Raises:
         InterleaveError: No runtime knows this kind of module.
@@ -152,5 +153,5 @@ def wrap(module: torch.nn.Module, tokenizer: Any = None, *, limit: float = 60.0,
             base.__module__.partition(".")[0] == name for base in type(module).__mro__
         ):
             runtime = importlib.import_module(f"runtimes.{name}")
-            return runtime.wrap(module, tokenizer, limit=limit, stall=stall)
+            return runtime.wrap(module, tokenizer, limit=limit)
     raise InterleaveError(f"no runtime knows how {type(module).__module__}.{type(module).__name__} is sharded")

@@ -34,7 +34,7 @@ class Tracer(port.InterleavingTracer):
         try:
             return super().__exit__(*raised)
         except BaseException as error:
-            if not hasattr(error, "__intervention_tb__"):
+            if not (hasattr(error, "__intervention_tb__") or isinstance(error, InterleaveError | KeyboardInterrupt)):
                 raise  # not the block's: where it happened is what matters
             trace = port.filter_traceback(self.traceback(error), lambda frame: not _is_plumbing(frame))
             if trace is None:
@@ -104,12 +104,25 @@ class Model(Envoy):
 
     def interleave(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `fn` in step with the registered blocks. Every rank must make the call."""
-        if self.ranks is not None and port.detect_fake_mode() is None:
-            return self.ranks.call(self, "interleave", (fn, *args), kwargs)
+        if self.ranks is not None:
+            if port.detect_fake_mode() is None:
+                return self.ranks.call(self, "interleave", (fn, *args), kwargs)
+            with self._unsharded():
+                return super().interleave(fn, *args, **kwargs)
         if self.interleaver.fragments.enabled:
             args, kwargs = reveal((args, kwargs))
         with self._agreed(summary(fn, args, kwargs)):
             return super().interleave(fn, *args, **kwargs)
+
+    @contextmanager
+    def _unsharded(self) -> Iterator[None]:
+        """A driver's outline computes shapes as one process: it is not sharded itself."""
+        fragments = self.interleaver.fragments
+        enabled, fragments.enabled = fragments.enabled, False
+        try:
+            yield
+        finally:
+            fragments.enabled = enabled
 
     @contextmanager
     def _agreed(self, what: str) -> Iterator[None]:
@@ -133,7 +146,7 @@ class Model(Envoy):
 
     # -- layouts ---------------------------------------------------------------------------------------------
 
-    def layout(self, path: str) -> str | tuple | dict:
+    def layout(self, path: str) -> str:
         """What the value at a location is on each rank.
 
         Args:
@@ -141,8 +154,8 @@ class Model(Envoy):
                 root's own name may be left out.
 
         Returns:
-            A description shaped like the value: `"whole"`, or the layout over an axis of the mesh, or why the
-            value is refused.
+            `"whole"`, or the layout over an axis of the mesh, or why the value is refused; of a value with several
+            parts, those of the parts.
 
         Raises:
             InterleaveError: The model has no such module.
@@ -163,7 +176,9 @@ class Model(Envoy):
         fragments = self.interleaver.fragments
         if not fragments.enabled:
             return
-        if axis not in fragments.groups:
+        if self.ranks is not None:
+            self.ranks.call(self, "declare", (path, layout, axis), {})
+        elif axis not in fragments.groups:
             raise InterleaveError(f"the model is not sharded over {axis!r}; its axes are {sorted(fragments.groups)}")
         module, dot, operation = path.partition(".source.")
         if not dot:
@@ -208,15 +223,18 @@ class Model(Envoy):
         self.close()
 
 
-def describe(tree: Tree) -> Any:
-    """A layout tree in words, shaped like the value."""
+def describe(tree: Tree) -> str:
+    """A layout tree in words, on one line: what a value's parts are, in order."""
     if tree is None:
         return "whole"
     if isinstance(tree, Placed | Refused):
         return str(tree)
     if isinstance(tree, tuple):
-        return tuple(describe(node) for node in tree)
-    return {key: describe(node) for key, node in tree.items()}
+        parts = [describe(node) for node in tree]
+        while len(parts) > 1 and parts[-1] == "whole":
+            parts.pop()
+        return parts[0] if len(parts) == 1 else "(" + ", ".join(parts) + ")"
+    return "{" + ", ".join(f"{key}: {describe(node)}" for key, node in tree.items()) + "}"
 
 
 def summary(fn: Any, args: tuple, kwargs: dict) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .fragments import Placed
-from .layout import assemble, cut
+from .layout import assemble, cut, same_bits
 
 if TYPE_CHECKING:
     from .interleaver import Interleaver
@@ -24,7 +24,7 @@ class Held(NamedTuple):
     parameter: DTensor
     whole: torch.Tensor
     placed: Placed
-    version: int
+    settled: torch.Tensor  # the piece of the whole as it was when the parameter last followed it
 
 
 class Parameters:
@@ -37,6 +37,8 @@ class Parameters:
     def read(self, path: str, parameter: DTensor) -> torch.Tensor:
         """The whole parameter, detached: what one process holds under `path`. Every rank must ask.
 
+        Inside a block it takes edits; outside of one it is a copy.
+
         Raises:
             UnknownLayout: Its placement is none that this package understands.
         """
@@ -47,22 +49,33 @@ class Parameters:
         placed = fragments.parameter(path, parameter)
         if placed is None:
             return parameter.to_local().detach()
-        key = self._interleaver.numbered(path, 0, "parameter")
-        local = parameter.to_local().detach()
-        whole = assemble(local, placed.layout, fragments.groups[placed.axis], key)
+        whole = self._assembled(path, parameter, placed)
+        if parameter.grad is not None:
+            whole.grad = self._assembled(f"{path}.grad", parameter.grad, placed)
         if self._interleaver.interleaving:
-            self._held[id(parameter)] = Held(parameter, whole, placed, whole._version)
+            self._held[id(parameter)] = Held(parameter, whole, placed, self._cut(whole, placed))
         return whole
 
+    def _assembled(self, path: str, parameter: torch.Tensor, placed: Placed) -> torch.Tensor:
+        assert isinstance(parameter, DTensor)
+        local = parameter.to_local().detach()
+        key = self._interleaver.numbered(path, 0, "parameter")
+        return assemble(local, placed.layout, self._interleaver.fragments.groups[placed.axis], key)
+
     def settle(self) -> None:
-        """Write what blocks changed back into the pieces. No collective."""
+        """Write what blocks changed back into the pieces. No collective.
+
+        Bits are compared, since writes through `.data` or numpy move no version counter.
+        """
         for name, held in self._held.items():
-            if held.whole._version == held.version:
-                continue
-            group = self._interleaver.fragments.groups[held.placed.axis]
-            with torch.no_grad():
-                held.parameter.to_local().copy_(cut(held.whole, held.placed.layout, group))
-            self._held[name] = held._replace(version=held.whole._version)
+            piece = self._cut(held.whole, held.placed)
+            if not same_bits(piece, held.settled):
+                with torch.no_grad():
+                    held.parameter.to_local().copy_(piece)
+                self._held[name] = held._replace(settled=piece)
+
+    def _cut(self, whole: torch.Tensor, placed: Placed) -> torch.Tensor:
+        return cut(whole, placed.layout, self._interleaver.fragments.groups[placed.axis])
 
     def clear(self) -> None:
         """Forget the trace's parameters, after a last `settle`."""

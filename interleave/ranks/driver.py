@@ -93,7 +93,7 @@ class Ranks:
             try:
                 data, packer = pack(work, lambda file: Packer(file, tree, tensors))
             except Exception as error:
-                raise _naming(error, work, tree) from error
+                raise _naming(error, work, tree) from None
             sent = Sent(packer, tensors)
             sources = self._unseen(packer.filenames | work.filenames)
             surroundings = Surroundings.now(self._random)

@@ -140,7 +140,10 @@ class Processes:
         lines = []
         for logs in self._logs:
             with contextlib.suppress(OSError):
-                lines += Path(logs[rank]).read_text(errors="replace").splitlines()[-TAIL_LINES:]
+                with open(logs[rank], errors="replace", newline="") as log:
+                    text = log.read()
+                # A progress bar draws over itself: of such a line only what stands last counts, and that is the bar.
+                lines += [line for line in text.split("\n") if line.strip() and "\r" not in line][-TAIL_LINES:]
         if not lines:
             return f"rank {rank} {how}; it had written nothing"
         return f"rank {rank} {how}; the last it wrote:\n  " + "\n  ".join(lines)

@@ -25,6 +25,10 @@ _OURS = [Path(__file__).parents[2] / package for package in ("interleave", "runt
 _PLUMBING = tuple(os.path.join(root, "") for root in (Path(inspect.getfile(port.Envoy)).parents[1], *_OURS))
 
 
+#: An endless recursion has thousands of frames, and they say the same.
+MOST_FRAMES = 60
+
+
 @dataclass
 class Raised:
     """One rank's exception: `exception` is its pickle, `frames` its traceback, `cause` what it was raised from."""
@@ -68,22 +72,35 @@ def _portable(error: BaseException) -> bytes:
 
 
 def _user_frames(traceback: TracebackType | None) -> dict[str, Any] | None:
-    kept = port.filter_traceback(traceback, lambda frame: not frame.f_code.co_filename.startswith(_PLUMBING))
+    found = []
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith(_PLUMBING):
+            found.append(traceback)
+        traceback = traceback.tb_next
+    if len(found) > MOST_FRAMES:
+        found = [*found[: MOST_FRAMES // 2], *found[-MOST_FRAMES // 2 :]]
+    kept = None
+    for entry in reversed(found):
+        kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return None if kept is None else Traceback(kept).to_dict()
 
 
 def combine(errors: dict[int, BaseException], world_size: int) -> BaseException:
     """The one error the user sees for those of several ranks: of the lowest rank, the others as notes.
 
-    Ranks that raise the same are one error. Where one rank saw that the ranks diverged, that is the error.
+    Ranks that raise the same are one error. A rank that merely lost the others does not hide what they raised.
     """
-    diverged = [rank for rank, error in errors.items() if isinstance(error, DivergedBlock)]
-    first = min(diverged or errors)
+    own = [rank for rank, error in errors.items() if not isinstance(error, DivergedBlock)]
+    first = min(own or errors)
     chosen = errors[first]
     for rank, error in sorted(errors.items()):
         if rank != first and (type(error), str(error)) != (type(chosen), str(chosen)):
             chosen.add_note(f"rank {rank} raised {type(error).__name__}: {error}")
     silent = sorted(set(range(world_size)) - set(errors))
-    if silent:
-        chosen.add_note(f"only ranks {sorted(errors)} raised this; ranks {silent} ended the block without an error")
+    if silent and own:
+        chosen.add_note(f"only {_named(sorted(errors))} raised; {_named(silent)} did not")
     return chosen
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

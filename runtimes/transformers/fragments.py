@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from transformers.cache_utils import Cache
 
 from interleave import nnsight_port as port
 from interleave.agreement import Agreement
-from interleave.errors import UnknownLayout, Unshardable
-from interleave.fragments import Fragments, Placed, Refused, unknown
+from interleave.errors import InterleaveError, UnknownLayout, Unshardable
+from interleave.fragments import Fragments, Placed, Refused, branch, unknown
 from interleave.layout import Block, Shard, chunk_widths
 
 from .styles import Boundary, boundary
@@ -30,6 +31,7 @@ class TransformersFragments(Fragments):
 
     Attributes:
         sides: Path -> what the style at that path makes of the module's two sides.
+        outputs: Locations of the outputs of the model and of its base, which may hold all layers' weights.
         weighing: Paths of the attention modules whose weights may hold only this rank's heads.
     """
 
@@ -40,6 +42,7 @@ class TransformersFragments(Fragments):
         self.agreement = agreement
         self.sides: dict[str, Boundary] = {}
         self.weighing: set[str] = set()
+        self.outputs: tuple[str, ...] = ()
 
     def instrument(self, envoy: port.Envoy) -> None:
         """Record what the style on this envoy's module, if any, makes of its two sides.
@@ -56,7 +59,7 @@ class TransformersFragments(Fragments):
         if degree == 1:
             return
         if self.agreement is None:
-            self.agreement = Agreement()
+            raise InterleaveError(f"`{envoy.path}` is sharded over {degree} ranks, and this model was loaded for one")
         if "tp" not in self.groups:
             self.groups["tp"] = self.agreement.group(wrapper.mesh.mesh.flatten().tolist())
             self.agreement.adopt(wrapper.mesh)
@@ -99,9 +102,24 @@ class TransformersFragments(Fragments):
                     self.tree[f"{path}.input"] = self.tree[f"{path}.output"] = Refused(between)
         base = getattr(root._module, "base_model_prefix", "")
         if self.weighing:
-            for path in (root.path, f"{root.path}.{base}"):
-                self.tree[f"{path}.output"] = {"attentions": Refused(weights)}
-            self.tree["result"] = {"attentions": Refused(weights)}
+            self.outputs = ("result", f"{root.path}.output", f"{root.path}.{base}.output")
+            for location in self.outputs:
+                self.tree[location] = {"attentions": Refused(weights)}
+
+    def whole(self, location: str, value: Any, key: str = "") -> tuple[Any, Callable[[Any], Any] | None]:
+        if location in self.outputs and isinstance(value, tuple):
+            return self._whole_of_tuple(location, value, key)
+        return super().whole(location, value, key)
+
+    def _whole_of_tuple(self, location: str, value: tuple, key: str) -> tuple[Any, Callable[[Any], Any] | None]:
+        """A model's output without names (`return_dict=False`): attentions are known by their four dims."""
+        node = branch(self.tree.get(location), "attentions")
+        named = self.tree[location]
+        self.tree[location] = tuple(node if is_attentions(part) else None for part in value)
+        try:
+            return super().whole(location, value, key)
+        finally:
+            self.tree[location] = named
 
     def parents(self) -> list[str]:
         """The smallest modules that hold both a split output and a split input: attention, MLP."""
@@ -142,3 +160,8 @@ class TransformersFragments(Fragments):
     def own_forward(self, module: torch.nn.Module) -> Wrapper | None:
         wrapper = installed(module)
         return wrapper if wrapper is not None and wrapper.own is not None else None
+
+
+def is_attentions(part: Any) -> bool:
+    """Whether one part of an output without names is the layers' attention weights: tensors of four dims."""
+    return isinstance(part, tuple) and any(isinstance(item, torch.Tensor) and item.dim() == 4 for item in part)

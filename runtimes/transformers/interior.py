@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
-from boundary.collectives import Group
+from boundary.collectives import CollectiveError, Group
 from interleave import nnsight_port as port
 from interleave.fragments import Placed, Refused, Tree, branch
 from interleave.layout import Layout, Partial, Shard, Whole, assemble
@@ -57,7 +58,17 @@ def decide(model: Any, fragments: TransformersFragments) -> None:
     kind = (type(model._module).__qualname__, json.dumps(small.to_dict(), sort_keys=True, default=str), group.size)
     if kind not in _DECIDED:
         wanted = {pattern(path.removeprefix(f"{model.path}.")) for path in parents}
-        _DECIDED[kind] = compare(type(model._module), small, wanted, group)
+        try:
+            _DECIDED[kind] = compare(type(model._module), small, wanted, group)
+        except CollectiveError:
+            raise
+        except Exception as error:
+            # A model that cannot be shrunk this way is no worse off than one whose layouts stay undecided. The ranks
+            # build the same twin, so it fails on all of them or on none.
+            warnings.warn(
+                f"values inside sharded forwards stay refused: the small model failed ({error})", stacklevel=2
+            )
+            _DECIDED[kind] = {}
     decided = _DECIDED[kind]
     for envoy in model.modules():
         prefix = pattern(envoy.path.removeprefix(f"{model.path}."))
@@ -75,13 +86,8 @@ def spread_weights(model: Any, fragments: TransformersFragments) -> None:
     nodes = [branch(fragments.tree.get(f"{path}.output"), 1) for path in fragments.weighing]
     if nodes and all(node == nodes[0] for node in nodes):
         tree = None if nodes[0] is None else {"attentions": nodes[0]}
-        for location in ("result", f"{model.path}.output", f"{base_path(model)}.output"):
+        for location in fragments.outputs:
             fragments.tree[location] = tree
-
-
-def base_path(model: Any) -> str:
-    """The path of the base model under a model with a head."""
-    return f"{model.path}.{model._module.base_model_prefix}"
 
 
 def shrunken(config: Any, degree: int) -> Any:

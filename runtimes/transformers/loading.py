@@ -60,9 +60,8 @@ def read_config(request: LoadRequest) -> Any:
         )
     if request.source.startswith((".", "/", "~")) and not source.expanduser().exists():
         raise InterleaveError(f"{request.source!r} does not exist; give a HuggingFace directory or a repo id")
-    options = {k: v for k, v in request.options.items() if k in ("revision", "trust_remote_code", "token", "cache_dir")}
     try:
-        return AutoConfig.from_pretrained(os.path.expanduser(request.source), **options)
+        return AutoConfig.from_pretrained(os.path.expanduser(request.source), **hub_options(request))
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise InterleaveError(
@@ -70,14 +69,25 @@ def read_config(request: LoadRequest) -> Any:
         ) from error
 
 
+def hub_options(request: LoadRequest) -> dict[str, Any]:
+    """The options that say which files of a repo are meant, and may be read."""
+    return {k: v for k, v in request.options.items() if k in ("revision", "trust_remote_code", "token", "cache_dir")}
+
+
 def meta_module(request: LoadRequest, config: Any) -> torch.nn.Module:
-    """The model on meta tensors: its modules and sizes, no weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch_dtype(request.dtype) or getattr(config, "dtype", None) or torch.float32,
-            trust_remote_code=request.options.get("trust_remote_code", False),
-        ).eval()
+    """The model on meta tensors: its modules and sizes, no weights. Raises `InterleaveError` for another kind."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                config,
+                dtype=torch_dtype(request.dtype) or getattr(config, "dtype", None) or torch.float32,
+                trust_remote_code=request.options.get("trust_remote_code", False),
+            ).eval()
+    except ValueError as error:
+        raise InterleaveError(
+            f"{request.source!r} is a {type(config).__name__}, which transformers loads as no causal language model: "
+            f"{str(error).splitlines()[0][:200]}"
+        ) from None
 
 
 def load(request: LoadRequest) -> TransformersModel:
@@ -90,15 +100,21 @@ def load(request: LoadRequest) -> TransformersModel:
     agreement = None
     if request.world_size > 1:
         join_world(request)
-        agreement = Agreement(request.limit, request.stall, device_type=request.device_type)
+        agreement = Agreement(request.limit, device_type=request.device_type)
         options["distributed_config"] = DistributedConfig(tp_size=request.tp)
     elif "device_map" not in options:
         options["device_map"] = request.device_type
     if request.dtype is not None:
         options["dtype"] = torch_dtype(request.dtype)
-    source = os.path.expanduser(request.source)
-    module = AutoModelForCausalLM.from_pretrained(source, **options).eval()
-    return build(module, tokenizer_of(source), agreement)
+    try:
+        module = AutoModelForCausalLM.from_pretrained(os.path.expanduser(request.source), **options).eval()
+    except InterleaveError:
+        raise
+    except Exception as error:
+        raise InterleaveError(
+            f"transformers could not load {request.source!r}: {type(error).__name__}: {error}"
+        ) from error
+    return build(module, tokenizer_of(request), agreement)
 
 
 def wrap(
@@ -109,21 +125,36 @@ def wrap(
     Args:
         module: Sharded by transformers across the ranks of this world, or not at all.
         tokenizer: For prompts that are text.
-        **agreement: `limit` and `stall`, in seconds.
+        **agreement: `limit`, in seconds.
     """
     if hasattr(module, "peft_config"):
         raise Unshardable("the model carries a PEFT adapter; merge it first (`merge_and_unload()`)")
-    sharded = getattr(module, "_tp_size", None)
-    return build(module, tokenizer, Agreement(**agreement) if sharded and sharded > 1 else None)
+    if not getattr(module, "can_generate", lambda: False)():
+        raise InterleaveError(f"wrap takes a causal language model, and {type(module).__name__} is none")
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return build(module, tokenizer, Agreement(**agreement) if several else None, sharded=False)
 
 
 def build(
-    module: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None, agreement: Agreement | None
+    module: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    agreement: Agreement | None,
+    sharded: bool = True,
 ) -> TransformersModel:
-    """Wrap a loaded module, and learn what of it is sharded."""
+    """Wrap a loaded module, and learn what of it is sharded.
+
+    Args:
+        module: A causal language model.
+        tokenizer: Its tokenizer, if any.
+        agreement: Where there are several ranks.
+        sharded: Whether something must be.
+    """
     fragments = TransformersFragments(agreement)
     model = TransformersModel(module, tokenizer, Interleaver(fragments, agreement))
     if agreement is None:
+        return model
+    if not fragments.enabled and not sharded:
+        model.interleaver.agreement = None
         return model
     if not fragments.enabled:
         raise InterleaveError(
@@ -140,7 +171,7 @@ def outline(request: LoadRequest) -> TransformersModel:
     config = read_config(request)
     module = meta_module(request, config)
     fragments = TransformersFragments()
-    model = TransformersModel(module, tokenizer_of(os.path.expanduser(request.source)), Interleaver(fragments), False)
+    model = TransformersModel(module, tokenizer_of(request), Interleaver(fragments), False)
     if request.tp > 1:
         fragments.enabled = True
         for name, sides in boundaries(module, request.tp).items():
@@ -149,12 +180,12 @@ def outline(request: LoadRequest) -> TransformersModel:
     return model
 
 
-def tokenizer_of(source: str) -> PreTrainedTokenizerBase | None:
-    """The checkpoint's tokenizer, or None if it has none."""
-    path = Path(source)
-    if path.is_dir() and not any(path.glob("tokenizer*")) and not any(path.glob("vocab*")):
+def tokenizer_of(request: LoadRequest) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's tokenizer, or None if it has none; a trace then takes ids alone."""
+    try:
+        return AutoTokenizer.from_pretrained(os.path.expanduser(request.source), **hub_options(request))
+    except (OSError, ValueError, KeyError):
         return None
-    return AutoTokenizer.from_pretrained(source)
 
 
 def torch_dtype(name: str | None) -> torch.dtype | None:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase, TextGenerationPipeline
 
 from interleave import nnsight_port as port
 from interleave.envoy import DecoderLayerEnvoy
+from interleave.errors import InterleaveError
 from interleave.interleaver import Interleaver
 from interleave.model import Model
 
@@ -45,11 +46,25 @@ class TransformersModel(Model, port.TransformersModel):  # pyright: ignore[repor
         port.Envoy.__init__(self, module, interleaver=interleaver, envoys=layer_envoys(module))
         self._add_generator()
 
+    def _batch(self, invokes: list, fn: Any) -> tuple:
+        """nnsight's preparation of the inputs, once it is clear that text can be read.
+
+        Raises:
+            InterleaveError: A prompt is text and the checkpoint has no tokenizer.
+        """
+        if self.tokenizer is None and any(isinstance(part, str) for inputs, _ in invokes for part in _parts(inputs)):
+            raise InterleaveError("this checkpoint has no tokenizer, so a prompt cannot be text: give token ids")
+        return super()._batch(invokes, fn)
+
     def _add_generator(self) -> None:
         self.generator = port.GeneratorEnvoy(
             port.Generator(), path=f"{self.path}.generator", interleaver=self.interleaver, parent=self
         )
         self._children.append(self.generator)
+
+
+def _parts(inputs: Any) -> list:
+    return [part for item in inputs for part in (item if isinstance(item, list | tuple) else [item])]
 
 
 def layer_envoys(module: torch.nn.Module) -> dict[Any, type[port.Envoy]]:

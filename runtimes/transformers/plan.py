@@ -59,16 +59,12 @@ def boundaries(model: torch.nn.Module, degree: int) -> dict[str, Boundary]:
 def split_sizes(model: torch.nn.Module) -> dict[str, int]:
     """What the plan splits, by name -> its size: a degree works if it divides every one of them."""
     sizes: dict[str, int] = {}
-    for name, side in boundaries(model, 1).items():
-        module = model.get_submodule(name)
-        if side.interior or isinstance(module, torch.nn.Embedding):
+    for name, sides in boundaries(model, 1).items():
+        if sides.split is None:
             continue
-        weight = getattr(module, "weight", None)
-        if weight is None:
-            continue
-        row = type(planned(model)[name]).__name__ == "RowwiseParallel"
-        sizes[f"{pattern(name)} ({'input' if row else 'output'} features)"] = weight.shape[-1 if row else 0]
-        if side.output is not None and "Attention" in type(_parent(model, name)).__name__:
+        weight = getattr(model.get_submodule(name), "weight")  # noqa: B009 - a Module's attributes are untyped
+        sizes[f"{pattern(name)} ({sides.split} features)"] = weight.shape[0 if sides.split == "output" else -1]
+        if sides.output is not None and "Attention" in type(_parent(model, name)).__name__:
             sizes.update(_heads(model))
     return sizes
 

@@ -26,6 +26,7 @@ class Boundary(NamedTuple):
     input: Tree = None
     output: Tree = None
     interior: bool = False  # both sides lie between other sharded modules; the style alone does not tell
+    split: str | None = None  # which features of the module's weight are split: "output", "input", or none
 
 
 def boundary(style: Any, module: torch.nn.Module, degree: int, path: str) -> Boundary:
@@ -54,9 +55,10 @@ def boundary(style: Any, module: torch.nn.Module, degree: int, path: str) -> Bou
 def columns(style: Any, module: torch.nn.Module, degree: int, path: str) -> Boundary:
     """Output features are split. Some styles gather them again before they leave the wrapper."""
     if isinstance(style.output_layouts, Replicate):
-        return Boundary()
+        return Boundary(split="output")
     _last_dim(style.output_layouts, module, path)
-    return Boundary(output=Placed(Shard(-1, widths=chunk_widths(_features(module, "out"), degree))))
+    piece = Placed(Shard(-1, widths=chunk_widths(_features(module, "out"), degree)))
+    return Boundary(output=piece, split="output")
 
 
 def rows(style: Any, module: torch.nn.Module, degree: int, path: str) -> Boundary:
@@ -66,11 +68,13 @@ def rows(style: Any, module: torch.nn.Module, degree: int, path: str) -> Boundar
             f"`{path}` hands its output on as {style.output_layouts} (token rows of several ranks), "
             f"which this version does not make whole. Use a plan without sequence-parallel rows."
         )
-    if isinstance(module, torch.nn.Embedding) or isinstance(style.input_layouts, Replicate):
+    if isinstance(module, torch.nn.Embedding):
         return Boundary()
+    if isinstance(style.input_layouts, Replicate):
+        return Boundary(split="input")
     _last_dim(style.input_layouts, module, path)
     piece = Placed(Shard(-1, widths=chunk_widths(_features(module, "in"), degree)))
-    return Boundary(input=((piece,), None))
+    return Boundary(input=((piece,), None), split="input")
 
 
 def packed_columns(style: Any, module: torch.nn.Module, degree: int, path: str) -> Boundary:
@@ -79,7 +83,7 @@ def packed_columns(style: Any, module: torch.nn.Module, degree: int, path: str) 
         raise Unshardable(f"`{path}` hands on a DTensor ({type(style).__name__}); only local pieces are understood")
     size, factor = _features(module, "out"), style.split_factor
     block = Block(chunk_widths(size // factor, degree))
-    return Boundary(output=Placed(Shard(-1, blocks=(block,) * factor)))
+    return Boundary(output=Placed(Shard(-1, blocks=(block,) * factor)), split="output")
 
 
 def summed(style: Any, module: torch.nn.Module, degree: int, path: str) -> Boundary:

@@ -334,7 +334,156 @@ def test_gather_and_shard_by_hand_undo_each_other(ranks: Any) -> None:
     ranks.run(by_hand, str(tiny("llama-bias")))
 
 
+# -- the kinds of blocks that people write -----------------------------------------------------------------------
+
+
+def late(model: Any) -> Any:
+    """An edit that comes after the block has asked for something else, as on a tensor that the model holds too."""
+    with torch.no_grad(), model.trace(IDS):
+        queries = model.model.layers[0].self_attn.q_proj.output
+        model.model.layers[0].self_attn.k_proj.output.sum()
+        queries[..., :24] = 0
+        out = model.lm_head.output.save()
+    return out
+
+
+def late_replacement(model: Any) -> Any:
+    with torch.no_grad(), model.trace(IDS):
+        mine = torch.ones(1, 9, 72)
+        model.model.layers[0].mlp.gate_proj.output = mine
+        up = model.model.layers[0].mlp.up_proj.output
+        up[..., 3:9] = 2.0
+        out = model.lm_head.output.save()
+    return out
+
+
+def by_keyword(model: Any) -> Any:
+    with torch.no_grad(), model.trace(IDS):
+        taken = model.model.layers[0].mlp.down_proj.input
+        out = model.model.layers[0].mlp.down_proj(input=taken).save()
+    return out
+
+
+def unnamed_output(model: Any) -> Any:
+    with torch.no_grad(), model.trace(IDS, return_dict=False, output_attentions=True):
+        parts = interleave.nnsight_port.save(model.output)
+    return torch.stack(parts[-1])
+
+
+def generated(model: Any) -> Any:
+    options = {"return_dict_in_generate": True, "output_attentions": True, "do_sample": False}
+    with torch.no_grad(), model.generate(IDS, max_new_tokens=3, **options) as tracer:
+        result = interleave.nnsight_port.save(tracer.result)
+    return torch.cat([result.sequences.float().flatten(), *(step[0].flatten() for step in result.attentions)])
+
+
+def integers(model: Any) -> Any:
+    with torch.no_grad(), model.trace(IDS):
+        model.model.layers[0].mlp.up_proj.output = torch.arange(72).expand(1, 9, 72)
+        out = model.lm_head.output.save()
+    return out
+
+
+def norms_of_parameters(model: Any) -> Any:
+    with torch.no_grad(), model.trace(IDS):
+        norms = [float(p.norm()) for _, p in model.model.layers[0].mlp.named_parameters()]
+        norms += [float(p.norm()) for p in model.model.layers[0].self_attn.parameters()]
+        norms += [float(p.norm()) for p in model.lm_head.state_dict().values()]
+        norms = interleave.nnsight_port.save(torch.tensor(norms))
+    return norms
+
+
+def gradient_of_a_parameter(model: Any) -> Any:
+    with torch.enable_grad(), model.trace(IDS):
+        (model.lm_head.output**2).mean().backward()
+        gradient = interleave.nnsight_port.save(model.model.layers[0].mlp.gate_proj.weight.grad.clone())
+    model._module.zero_grad()
+    return gradient
+
+
+def parameter_written_through_data(model: Any) -> Any:
+    with torch.no_grad(), model.trace(IDS):
+        weight = model.lm_head.weight
+        before = weight.clone()
+        weight.data[5] = 0
+        out = model.lm_head.output.save()
+        weight[...] = before
+    return out
+
+
+BLOCKS = (
+    late,
+    late_replacement,
+    by_keyword,
+    unnamed_output,
+    generated,
+    integers,
+    norms_of_parameters,
+    gradient_of_a_parameter,
+    parameter_written_through_data,
+)
+
+
+def on_a_rank(world: World, path: str, truths: list[torch.Tensor]) -> None:
+    model = sharded(world, path, attn_implementation="eager")
+    before = logits(model)
+    for block, truth in zip(BLOCKS, truths, strict=True):
+        value = block(model)
+        assert value.shape == truth.shape, block.__name__
+        scale = truth.abs().max().item()
+        assert (value - truth).abs().max().item() <= 1e-5 * scale, block.__name__
+        assert same_bits(logits(model), before), f"{block.__name__} left something behind"
+
+
+def test_blocks_give_what_they_give_on_one_process(ranks: Any) -> None:
+    path = str(tiny("llama-bias"))
+    model = interleave.load(path, dtype="float32", attn_implementation="eager")
+    truths = [block(model).detach().clone() for block in BLOCKS]
+    plain = logits(model)
+    for edited in (late, late_replacement, integers, parameter_written_through_data):
+        truth = truths[BLOCKS.index(edited)]
+        assert (truth - plain).abs().max() > 1e-3 * plain.abs().max(), f"{edited.__name__} edits nothing"
+    ranks.run(on_a_rank, path, truths)
+
+
+def failed_traces(world: World, path: str) -> None:
+    model = sharded(world, path)
+    kept = {}
+    with pytest.raises(ZeroDivisionError), torch.no_grad(), model.trace(IDS) as tracer:
+        kept["cache"] = tracer.cache(modules=[model.model.layers[0].mlp.gate_proj])
+        model.model.layers[1].input.sum()
+        _ = 1 / 0
+    with pytest.raises(interleave.UnknownLayout, match="raised before its caches"):
+        kept["cache"]["model.model.layers.0.mlp.gate_proj"].output.sum()
+    with pytest.raises(ZeroDivisionError), torch.no_grad(), model.trace(IDS):
+        model.lm_head.weight.sum()
+        _ = 1 / 0
+    assert not model.interleaver.parameters._held
+
+    with torch.no_grad(), record() as events, model.trace() as tracer:
+        for _ in range(16):
+            with tracer.invoke(IDS):
+                tracer.cache(modules=[model.model.layers[0].mlp.gate_proj])
+    assert len(events) == 1
+    assert events[0].nbytes == 2 * 16 * 9 * 36 * 4, "each row crosses once, however many caches keep it"
+
+
+def test_a_failed_trace_leaves_nothing_and_caches_of_many_invokes_share(ranks: Any) -> None:
+    ranks.run(failed_traces, str(tiny("llama-bias")))
+
+
 # -- ranks that disagree -----------------------------------------------------------------------------------------
+
+
+def everything_read(model: Any) -> torch.Tensor:
+    """The logits of a trace that reads pieces at every place where another one may have failed."""
+    with torch.no_grad(), model.trace(IDS):
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.output.sum()
+            layer.mlp.gate_proj.output.sum()
+            layer.mlp.up_proj.output.sum()
+        out = model.lm_head.output.save()
+    return out
 
 
 def disagree(world: World, path: str, how: str) -> str:
@@ -350,16 +499,23 @@ def disagree(world: World, path: str, how: str) -> str:
                 (mlp.gate_proj if odd else mlp.up_proj).output.sum()
             elif how == "two of unequal size":
                 (mlp.gate_proj if odd else model.model.layers[1].self_attn.q_proj).output.sum()
+            elif how == "one raises" and odd:
+                mlp.input.sum()
+                raise ValueError("only here")
             model.lm_head.output.save()
-    except interleave.DivergedBlock as error:
+    except (interleave.DivergedBlock, ValueError) as error:
         message = str(error)
     else:
         message = "nothing was raised"
-    assert same_bits(logits(model), before), "the next trace is right"
+    assert same_bits(everything_read(model), before), "the next trace is right, also where this one failed"
+    assert same_bits(everything_read(model), before)
     return message
 
 
-@pytest.mark.parametrize("how", ["one reads", "two of equal size", "two of unequal size"])
+@pytest.mark.parametrize("how", ["one reads", "two of equal size", "two of unequal size", "one raises"])
 def test_ranks_that_disagree_all_raise_and_the_next_trace_is_right(ranks: Any, how: str) -> None:
-    for message in ranks.run(disagree, str(tiny("llama-bias")), how):
+    messages = ranks.run(disagree, str(tiny("llama-bias")), how)
+    if how == "one raises":
+        assert messages.pop(0) == "only here"
+    for message in messages:
         assert "did not run the same block" in message

@@ -33,7 +33,7 @@ IDS = torch.arange(3, 12)[None]
 @pytest.fixture(scope="module")
 def held() -> Iterator[list]:
     """The only place that holds the tiny Llama on two ranks."""
-    held = [interleave.load(tiny("llama"), tp=2, dtype="float32", limit=12.0, stall=2.0)]
+    held = [interleave.load(tiny("llama"), tp=2, dtype="float32", limit=12.0)]
     yield held
     for model in held:
         model.close()

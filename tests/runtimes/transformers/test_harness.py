@@ -20,18 +20,18 @@ from tests.harness import Case, Finding, Report, compare
 from tests.models import KINDS, tiny
 from tests.pool import Pools, World
 
-#: The keys and values a KV cache holds, and the attention weights that `eager` attention returns.
-RESERVED = re.compile(r".*(\.layers\[\d+\]\.(keys|values)|(attn|attention)\.output\[1\]).*")
-
-
-#: The operations of modules whose forward may run on pieces.
-INTERIOR = re.compile(r".*\.(self_attn|attention|mlp)(\.\w+)?\.source\.")
+#: The keys and values a KV cache holds.
+RESERVED = re.compile(r".*\.layers\[\d+\]\.(keys|values)")
+#: The operations of a sharded linear's own forward, which runs inside transformers' wrapper.
+INSIDE = re.compile(r".*\.(\w+_proj|query_key_value|dense\w*)\.source\.")
 
 #: Which modules are edited. Every layer is read at every degree; what is edited is spread over the degrees.
 FIRST_LAYER = r".*\.layers\.0(\..*)?"
 BUT_THE_FIRST_LAYER = r"(?!.*\.layers\.0\b).*"
 
 ARCHITECTURES = [kind for kind in KINDS if kind != "llama-grouped"]
+#: The ones that the newest transformers is tried with.
+LATEST = ("llama-bias", "qwen3", "phi3", "gpt-neox")
 
 
 def may_be_refused(finding: Finding) -> bool:
@@ -54,7 +54,9 @@ def untold(world: World, case: Case) -> Any:
     return Envoy(model)
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.latest if kind in LATEST else ()) for kind in ARCHITECTURES]
+)
 def test_at_degree_2_every_value_is_that_of_one_process(pools: Pools, kind: str):
     check(compare(pools(2), Case(tiny(kind))))
 
@@ -70,10 +72,10 @@ def test_attention_that_returns_its_weights_is_that_of_one_process(pools: Pools,
 
 
 @pytest.mark.parametrize("kind", ["llama-bias", "qwen3", "phi3", "gpt-neox"])
-def test_operations_inside_a_forward_are_those_of_one_process_or_refused(pools: Pools, kind: str):
+def test_operations_inside_a_forward_are_those_of_one_process(pools: Pools, kind: str):
     report = compare(pools(2), Case(tiny(kind), edited=FIRST_LAYER), ["source"])
     print(report.table())
-    report.check(lambda finding: INTERIOR.match(finding.name) is not None)
+    report.check(lambda finding: INSIDE.match(finding.name) or may_be_refused(finding))
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
