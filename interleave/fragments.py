@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from boundary.collectives import Group
 
@@ -272,6 +273,8 @@ class Fragments(port.Fragments):
         def open_leaf(leaf: Any, node: Placed | Refused) -> Any:
             if isinstance(node, Refused):
                 return self.withheld(location, leaf, node)
+            if isinstance(leaf, DTensor):
+                raise UnknownLayout(unknown(location, "it is a DTensor here, since gradients are being recorded"))
             if not is_piece(leaf, node.layout):
                 passed.append(leaf)
                 return leaf
