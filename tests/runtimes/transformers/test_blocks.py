@@ -267,3 +267,53 @@ def refusal(world: World, case: Case) -> list[tuple[str, Any]]:
             seen.append(("UnknownLayout", str(error)))
         seen.append(("read", model.lm_head.output.sum().item()))
     return seen
+
+
+def test_two_invokes_each_get_the_gradient_of_their_own_rows(pools: Pools):
+    first, second = agree(pools(2), Case(tiny("llama-bias")), gradients_of_two_invokes)
+    assert first.shape == second.shape
+    assert not torch.allclose(first, second, rtol=1e-3)
+
+
+def gradients_of_two_invokes(model: Any) -> Any:
+    with model.trace() as tracer:
+        with tracer.invoke(ROWS[:1]):
+            up = model.model.layers[0].mlp.up_proj.output
+            loss = model.lm_head.output.square().sum()
+            with loss.backward(retain_graph=True):
+                first = up.grad.save()
+        with tracer.invoke(ROWS[1:]):
+            gate = model.model.layers[0].mlp.gate_proj.output
+            loss = model.lm_head.output.square().sum()
+            with loss.backward(retain_graph=True):
+                second = gate.grad.save()
+    return first, second
+
+
+def test_a_source_opened_in_one_trace_does_not_disturb_generating_in_another(pools: Pools):
+    heads, tokens = agree(pools(2), Case(tiny("gemma2")), source_then_generate)
+    assert heads.dim() == 4
+    assert tokens.shape == (2, ROWS.shape[1] + 4)
+
+
+def source_then_generate(model: Any) -> Any:
+    with torch.no_grad(), model.trace(ROWS):
+        heads = model.model.layers[0].self_attn.source.attention_interface_1.output[0].save()
+    with torch.no_grad(), model.generate(ROWS, max_new_tokens=4, min_new_tokens=4, do_sample=False) as tracer:
+        tokens = tracer.result.save()
+    return heads, tokens
+
+
+def test_rows_of_a_padded_batch_keep_their_places(pools: Pools):
+    agree(pools(3), Case(tiny("llama-bias")), padded)
+
+
+def padded(model: Any) -> Any:
+    mask = torch.ones_like(ROWS)
+    mask[0, :3] = 0
+    with torch.no_grad(), model.trace(ROWS, attention_mask=mask):
+        queries = model.model.layers[0].self_attn.q_proj.output
+        queries[0, 3:, :4] = 0
+        gate = model.model.layers[1].mlp.act_fn.output.save()
+        out = model.lm_head.output[:, -1].save()
+    return gate[1], out
