@@ -178,9 +178,10 @@ class Witness(port.Interleaver):
         self.tree = port.Envoy(model, interleaver=self)
         self.below: list[str] = []
         for envoy in self.tree.modules():
-            name = envoy.path.removeprefix(f"{self.tree.path}.")
-            if pattern(name) in wanted:
+            name = pattern(envoy.path.removeprefix(f"{self.tree.path}."))
+            if name in wanted:
                 self.below.append(f"{envoy.path}.")
+            if f"{name}.".startswith(tuple(f"{parent}." for parent in wanted)) and not is_wrapped(envoy._module):
                 with suppress(port.SourceNotAvailable):
                     port.install_source(envoy)
 
@@ -206,6 +207,12 @@ class Witness(port.Interleaver):
                 location = f"{module}/{side}"
             self.seen.setdefault(location, port.apply(value, lambda t: t.detach().clone(), torch.Tensor))
         return value
+
+
+def is_wrapped(module: torch.nn.Module) -> bool:
+    """Whether transformers put a wrapper around the module's forward."""
+    wrapper = installed(module)
+    return wrapper is not None and wrapper.own is not None
 
 
 def stir(model: torch.nn.Module) -> None:
