@@ -25,7 +25,7 @@ class Handed(NamedTuple):
     whole: weakref.ref[torch.Tensor]
     version: int
     piece: torch.Tensor
-    piece_version: int
+    piece_version: int | None
     layout: Layout
     group: Group
 
@@ -37,10 +37,10 @@ class LateEdits:
         self._handed: list[Handed] = []
 
     def remember(self, location: str, whole: torch.Tensor, piece: torch.Tensor, layout: Layout, group: Group) -> None:
-        """`piece`, of `whole`, goes on into the model. A whole without a version counter is not watched."""
-        if whole.is_inference() or piece.is_inference() or whole is piece:
+        """`piece`, of `whole`, goes on into the model. A whole without a version counter cannot be watched."""
+        if whole.is_inference() or whole is piece:
             return
-        self._handed.append(Handed(location, weakref.ref(whole), whole._version, piece, piece._version, layout, group))
+        self._handed.append(Handed(location, weakref.ref(whole), whole._version, piece, _version(piece), layout, group))
 
     def settle(self) -> None:
         """Let the pieces follow what was written since. No collective.
@@ -54,16 +54,21 @@ class LateEdits:
             if whole is None:
                 continue
             if whole._version != handed.version:
-                if handed.piece._version != handed.piece_version:
+                if _version(handed.piece) != handed.piece_version:
                     raise InterleaveError(
                         f"the block wrote into the value of `{handed.location}` after the model had gone on and "
                         f"changed it in place itself; make the edit before the block asks for anything else"
                     )
                 handed.piece.copy_(cut(whole, handed.layout, handed.group, f"{handed.location}/late"))
-                handed = handed._replace(version=whole._version, piece_version=handed.piece._version)
+                handed = handed._replace(version=whole._version, piece_version=_version(handed.piece))
             kept.append(handed)
         self._handed = kept
 
     def clear(self) -> None:
         """Forget the trace."""
         self._handed = []
+
+
+def _version(piece: torch.Tensor) -> int | None:
+    """The piece's version counter; None for one that inference mode made without."""
+    return None if piece.is_inference() else piece._version

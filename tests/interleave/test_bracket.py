@@ -115,9 +115,13 @@ def in_inference_mode(world: World, path: str) -> None:
         version = gate._version
         gate[..., :5] = 0
         assert gate._version > version
+        queries = model.model.layers[1].self_attn.q_proj.output
+        model.model.layers[1].self_attn.k_proj.output.sum()
+        queries[..., 3:9] = 0  # late: the model has gone on
         out = model.lm_head.output.save()
     with torch.no_grad(), model.trace(IDS):
         model.model.layers[0].mlp.gate_proj.output[..., :5] = 0
+        model.model.layers[1].self_attn.q_proj.output[..., 3:9] = 0
         expected = model.lm_head.output.save()
     assert same_bits(out.clone(), expected)
 
