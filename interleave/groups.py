@@ -263,6 +263,20 @@ class Groups:
             raise RankDied(f"ranks {absent} did not come to make a group within {patience:g} s") from error
 
 
+@contextlib.contextmanager
+def passing_groups() -> Iterator[None]:
+    """Destroy, at the end, the process groups that were made inside. Every rank leaves after all are done with them.
+
+    A gloo group has a thread that wakes a hundred times a second for as long as the group lives.
+    """
+    before = set(c10d._world.pg_map)
+    try:
+        yield
+    finally:
+        for group in set(c10d._world.pg_map) - before:
+            dist.destroy_process_group(group)
+
+
 def _our_name(members: tuple[int, ...]) -> str:
     return f"interleave:{'-'.join(map(str, members))}"
 

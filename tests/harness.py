@@ -265,11 +265,8 @@ def load(world: World, case: Case) -> Any:
 
 
 def loaded(world: World, case: Case, loader: Loader = load) -> Any:
-    """The model that `loader` gives this rank for `case`, loaded once in the life of the pool."""
-    key = (loader, case)
-    if key not in world.cache:
-        world.cache[key] = loader(world, case)
-    return world.cache[key]
+    """The model that `loader` gives this rank for `case`, kept until another one is asked for."""
+    return world.keep((loader, case), lambda: loader(world, case))
 
 
 def examine(world: World, loader: Loader, case: Case, file: Path) -> list[Finding]:

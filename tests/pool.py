@@ -10,7 +10,7 @@ is a world of N processes that stays alive and calls what it is sent on every ra
 
     pools(3).run(doubled, 2)            # [6, 6, 6]: one result per rank
 
-`world.cache` is a rank's own dict and lives as long as the pool: a model is loaded there once and used by
+`world.keep` keeps a model between calls (`world.cache` is the dict behind it): one is loaded once and used by
 many tests. Nothing else is promised to survive from one call to the next.
 
 A pool in which anything raised, died or hung is ended with all its ranks and replaced at the next use:
@@ -21,6 +21,7 @@ process as the end of its channel, in a thread of its own, and exits even from i
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import queue
@@ -42,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 ROOT = Path(__file__).resolve().parent.parent
 COLLECTIVE_TIMEOUT = timedelta(seconds=20)
@@ -62,6 +64,21 @@ class World:
     rank: int
     size: int
     cache: dict[Any, Any] = field(default_factory=dict)
+
+    def keep(self, key: Any, load: Callable[[], Any]) -> Any:
+        """What `load` gives, made once for `key` and kept until something else is asked for.
+
+        With what was kept before go the process groups that were made for it: each has a thread that wakes a hundred
+        times a second, and a pool that keeps dozens of models is busy with nothing.
+        """
+        if key not in self.cache:
+            self.cache.clear()
+            gc.collect()
+            for group in list(c10d._world.pg_map):
+                if group is not dist.group.WORLD:
+                    dist.destroy_process_group(group)
+            self.cache[key] = load()
+        return self.cache[key]
 
 
 @dataclass

@@ -24,6 +24,7 @@ from transformers.utils import logging
 from boundary.collectives import CollectiveError, Group
 from interleave import nnsight_port as port
 from interleave.fragments import Placed, Refused, Tree, branch
+from interleave.groups import passing_groups
 from interleave.layout import Layout, Partial, Shard, Whole, assemble
 
 from .fragments import TransformersFragments
@@ -59,7 +60,8 @@ def decide(model: Any, fragments: TransformersFragments) -> None:
     if kind not in _DECIDED:
         wanted = {pattern(path.removeprefix(f"{model.path}.")) for path in parents}
         try:
-            _DECIDED[kind] = compare(type(model._module), small, wanted, group)
+            with passing_groups():
+                _DECIDED[kind] = compare(type(model._module), small, wanted, group)
         except CollectiveError:
             raise
         except Exception as error:

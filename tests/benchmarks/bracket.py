@@ -49,7 +49,8 @@ def timed(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
 
 def models(world: World, path: str) -> tuple[Any, Any]:
     """The model twice: under this package, and under nnsight alone."""
-    if "models" not in world.cache:
+
+    def load() -> tuple[Any, Any]:
         from nnsight.modeling.transformers import TransformersModel
         from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -61,8 +62,9 @@ def models(world: World, path: str) -> tuple[Any, Any]:
             dtype=torch.float32,
             distributed_config=DistributedConfig(tp_size=world.size),
         )
-        world.cache["models"] = ours, theirs
-    return world.cache["models"]
+        return ours, theirs
+
+    return world.keep("models", load)
 
 
 def read_all(model: Any) -> list[torch.Tensor]:

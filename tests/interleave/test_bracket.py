@@ -24,9 +24,7 @@ def ranks(pools: Pools) -> Any:
 
 def sharded(world: World, path: str, **options: Any) -> Any:
     key = (path, *sorted(options.items()))
-    if key not in world.cache:
-        world.cache[key] = interleave.load(path, tp=world.size, dtype="float32", **options)
-    return world.cache[key]
+    return world.keep(key, lambda: interleave.load(path, tp=world.size, dtype="float32", **options))
 
 
 def logits(model: Any) -> torch.Tensor:

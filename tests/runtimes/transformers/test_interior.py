@@ -21,9 +21,7 @@ MAY_BE_REFUSED = ("past_key_values", "layer_past")
 def load(world: World | None, path: str) -> Any:
     if world is None:
         return interleave.load(path, dtype="float32", attn_implementation="eager")
-    if path not in world.cache:
-        world.cache[path] = interleave.load(path, tp=world.size, dtype="float32", attn_implementation="eager")
-    return world.cache[path]
+    return world.keep(path, lambda: interleave.load(path, tp=world.size, dtype="float32", attn_implementation="eager"))
 
 
 def operations(world: World | None, path: str) -> dict[str, Any]:
