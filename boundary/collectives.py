@@ -6,8 +6,9 @@ whatever they were meant for and mix values silently, and those of unequal size 
 exchange here carries a *key*, and ranks with different keys never exchange a byte: they meet an error within
 `limit` seconds.
 
-One primitive does all the work, and a transport is a subclass that supplies it: each rank sends one tensor to
-all of its peers and receives each peer's tensor into a buffer it has allocated, knowing the sizes.
+One primitive does all the work, and a transport is a subclass that supplies it: each rank sends a tensor to each
+of its peers, most often the same to all, and receives each peer's into a buffer it has allocated, knowing the
+sizes.
 
 * :class:`SocketGroup`: processes of one machine. Sockets on which each rank writes and reads by itself;
   measured at a third of the cost of gloo's all-gather or less.
@@ -46,6 +47,8 @@ from torch import Tensor
 from .sockets import PeerFailed, Sockets
 
 Shape = Sequence[int]
+Messages = Sequence[Tensor | None]
+"""One tensor per rank of a group; None for none."""
 
 
 class CollectiveError(RuntimeError):
@@ -85,7 +88,7 @@ class Event:
     """One exchange as one rank saw it.
 
     Attributes:
-        op: The collective it served: `all_gather`, `all_reduce` or `broadcast`.
+        op: The collective it served: `all_gather`, `all_reduce`, `reduce_scatter`, `all_to_all`, `broadcast`.
         group, ranks: The group's name and its global ranks.
         rank: The index in the group of the rank that reports.
         nbytes: Bytes this rank sent to all of its peers, plus bytes it received from them.
@@ -173,26 +176,33 @@ class Group(ABC):
         return f"{type(self).__name__}({self.name!r}, ranks={self.ranks}, rank={self.rank})"
 
     @abstractmethod
-    def _exchange(self, send: Tensor | None, receive: Sequence[Tensor | None], key: str) -> None:
-        """Send `send` to every peer, and fill `receive[peer]` with what that peer sends.
+    def _exchange(self, send: Messages, receive: Messages, key: str) -> None:
+        """Send `send[peer]` to each peer, and fill `receive[peer]` with what that peer sends.
 
         All tensors are contiguous and none is empty. `None` stands for nothing to send or to receive, and
-        both ends agree on it. `receive` has one entry per rank; this rank's own is None.
+        both ends agree on it. Both have one entry per rank; this rank's own is None.
         """
 
-    def _run(self, op: str, send: Tensor | None, receive: list[Tensor | None], key: str) -> None:
-        """Run the primitive; the one way through which bytes leave and enter, and where they are counted."""
-        receive[self.rank] = None
-        if send is not None and not send.numel():
-            send = None
-        receive = [buffer if buffer is not None and buffer.numel() else None for buffer in receive]
+    def _run(self, op: str, send: Tensor | Messages | None, receive: Messages, key: str) -> None:
+        """Run the primitive; the one way through which bytes leave and enter, and where they are counted.
+
+        A tensor as `send` goes to every peer.
+        """
+        send = self._without_own([send] * self.size if send is None or isinstance(send, Tensor) else send)
+        receive = self._without_own(receive)
         if _recordings:
-            nbytes = sum(buffer.nbytes for buffer in receive if buffer is not None)
-            nbytes += (self.size - 1) * send.nbytes if send is not None else 0
+            nbytes = sum(message.nbytes for message in (*send, *receive) if message is not None)
             event = Event(op, self.name, self.ranks, self.rank, nbytes, key)
             for recording in tuple(_recordings):
                 recording.append(event)
         self._exchange(send, receive, key)
+
+    def _without_own(self, messages: Messages) -> list[Tensor | None]:
+        """Nothing for this rank itself, and nothing where there are no bytes."""
+        return [
+            message if rank != self.rank and message is not None and message.numel() else None
+            for rank, message in enumerate(messages)
+        ]
 
     def all_gather(
         self, piece: Tensor, shapes: Sequence[Shape] | None = None, key: str = "", *, op: str = "all_gather"
@@ -262,6 +272,63 @@ class Group(ABC):
         """The sum of every rank's term, in rank order: a new tensor, with the same bits on every rank."""
         return sum_in_rank_order(self.all_gather(term, None, key, op="all_reduce"))
 
+    def reduce_scatter(self, term: Tensor, counts: Sequence[int], key: str = "") -> Tensor:
+        """This rank's rows of the sum of every rank's term, in rank order: a new tensor.
+
+        Args:
+            term: This rank's, of `sum(counts)` rows (dim 0); one shape and dtype on all ranks.
+            counts: How many rows of the sum each rank keeps, in rank order. They may differ, and may be zero.
+            key: What this exchange is.
+        """
+        if len(counts) != self.size or sum(counts) != term.shape[0]:
+            raise ValueError(
+                f"exchange {key!r} of {self!r}: {list(counts)} rows for the ranks do not make up the term's "
+                f"{term.shape[0]}"
+            )
+        parts = term.detach().split(list(counts))
+        terms = self.all_to_all(parts, [parts[self.rank].shape] * self.size, key, op="reduce_scatter")
+        return sum_in_rank_order(terms)
+
+    def all_to_all(
+        self, pieces: Sequence[Tensor], shapes: Sequence[Shape], key: str = "", *, op: str = "all_to_all"
+    ) -> list[Tensor]:
+        """Deal out one piece to each rank, and receive the piece that each rank has for this one, in rank order.
+
+        Args:
+            pieces: `pieces[rank]` goes to that rank; one dtype on all ranks.
+            shapes: What arrives: the shape of the piece that each rank has for this one.
+            key: What this exchange is.
+            op: What events call it.
+
+        Returns:
+            New contiguous tensors, but for this rank's own entry, which is `pieces[rank]` itself, detached.
+
+        Raises:
+            ValueError: Not one piece and one shape per rank, several dtypes, or another shape for this rank's
+                own piece than it has. Nothing was sent.
+        """
+        self._check_dealt(pieces, shapes, key)
+        own = pieces[self.rank].detach()
+        if self.size == 1:
+            return [own]
+        with outside_inference():
+            received = [own if rank == self.rank else own.new_empty(tuple(shapes[rank])) for rank in range(self.size)]
+        self._run(op, [_on_the_wire(piece.detach()) for piece in pieces], received, key)
+        return received
+
+    def _check_dealt(self, pieces: Sequence[Tensor], shapes: Sequence[Shape], key: str) -> None:
+        """Refuse, before anything is sent, pieces and shapes of which this rank can see that they do not fit."""
+        wrong = None
+        if len(pieces) != self.size or len(shapes) != self.size:
+            wrong = f"{len(pieces)} pieces and {len(shapes)} shapes are not one for each of {self.size} ranks"
+        elif len(dtypes := {piece.dtype for piece in pieces}) != 1:
+            wrong = f"the pieces have several dtypes: {sorted(map(str, dtypes))}"
+        elif tuple(shapes[self.rank]) != tuple(pieces[self.rank].shape):
+            own = tuple(pieces[self.rank].shape)
+            wrong = f"this rank's own piece has shape {own}, and the shape given for it is {tuple(shapes[self.rank])}"
+        if wrong is not None:
+            raise ValueError(f"exchange {key!r} of {self!r}: {wrong}")
+
     def broadcast(self, value: Tensor, source: int, key: str = "") -> Tensor:
         """The value that the rank with index `source` holds.
 
@@ -299,9 +366,10 @@ def _on_the_wire(value: Tensor) -> Tensor:
 class HostGroup(Group):
     """A group whose transport moves host memory: tensors of other devices are staged through it."""
 
-    def _exchange(self, send: Tensor | None, receive: Sequence[Tensor | None], key: str) -> None:
-        if send is not None and send.device.type != "cpu":
-            send = send.cpu()
+    def _exchange(self, send: Messages, receive: Messages, key: str) -> None:
+        # What goes to all peers is staged once.
+        staged = {id(part): part.cpu() for part in send if part is not None and part.device.type != "cpu"}
+        send = [staged.get(id(part), part) for part in send]
         buffers = [
             buffer if buffer is None or buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
             for buffer in receive
@@ -312,7 +380,7 @@ class HostGroup(Group):
                 buffer.copy_(landed)
 
     @abstractmethod
-    def _exchange_on_host(self, send: Tensor | None, receive: Sequence[Tensor | None], key: str) -> None:
+    def _exchange_on_host(self, send: Messages, receive: Messages, key: str) -> None:
         """`_exchange` of CPU tensors."""
 
 
@@ -329,11 +397,11 @@ class SocketGroup(HostGroup):
             raise ValueError(f"sockets among {transport.size} ranks cannot carry the ranks {self.ranks}")
         self.transport = transport
 
-    def _exchange_on_host(self, send: Tensor | None, receive: Sequence[Tensor | None], key: str) -> None:
+    def _exchange_on_host(self, send: Messages, receive: Messages, key: str) -> None:
         start = time.monotonic()
         try:
             self.transport.exchange(
-                None if send is None else _message(send, key),
+                [None if part is None else _message(part, key) for part in send],
                 [None if buffer is None else _message(buffer, key) for buffer in receive],
                 self.limit,
             )
@@ -369,7 +437,7 @@ class GlooGroup(HostGroup):
         self.transport = transport
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def _exchange_on_host(self, send: Tensor | None, receive: Sequence[Tensor | None], key: str) -> None:
+    def _exchange_on_host(self, send: Messages, receive: Messages, key: str) -> None:
         seed = crc32(key.encode())
         transport = self.transport
         start = time.monotonic()
@@ -380,9 +448,9 @@ class GlooGroup(HostGroup):
             for peer in reversed(self._peers):
                 if (buffer := receive[peer]) is not None:
                     works.append((peer, transport.recv([buffer], peer, _tag(seed, buffer))))
-            if send is not None:
-                tag = _tag(seed, send)
-                works += [(peer, transport.send([send], peer, tag)) for peer in self._peers]
+            for peer in self._peers:
+                if (part := send[peer]) is not None:
+                    works.append((peer, transport.send([part], peer, _tag(seed, part))))
             for peer, work in works:  # noqa: B007 - the handler names the peer
                 work.wait(timedelta(seconds=max(self.limit - (time.monotonic() - start), 0.001)))
         except RuntimeError as error:
@@ -415,14 +483,14 @@ class NcclGroup(Group):
         super().__init__(name, ranks, transport.rank(), limit)
         self.transport = transport
 
-    def _exchange(self, send: Tensor | None, receive: Sequence[Tensor | None], key: str) -> None:
+    def _exchange(self, send: Messages, receive: Messages, key: str) -> None:
         # As bytes, because nccl knows only some dtypes.
         operations = []
         for peer, buffer in enumerate(receive):
             if peer == self.rank:
                 continue
-            if send is not None:
-                operations.append(self._operation(dist.isend, send, peer))
+            if (part := send[peer]) is not None:
+                operations.append(self._operation(dist.isend, part, peer))
             if buffer is not None:
                 operations.append(self._operation(dist.irecv, buffer, peer))
         if not operations:
@@ -463,9 +531,10 @@ class ThreadGroup(Group):
         """End every wait of the group, now and later, with a :class:`CollectiveError`, from any thread."""
         self._meeting.close(reason)
 
-    def _exchange(self, send: Tensor | None, receive: Sequence[Tensor | None], key: str) -> None:
-        # A copy goes to the meeting, so that the sender need not wait until it was taken.
-        sent = None if send is None else send.clone()
+    def _exchange(self, send: Messages, receive: Messages, key: str) -> None:
+        # Copies go to the meeting, so that the sender need not wait until they were taken.
+        copies = {id(part): part.clone() for part in send if part is not None}
+        sent = [None if part is None else copies[id(part)] for part in send]
         start = time.monotonic()
         posts = self._meeting.meet(self._round, self.rank, (key, sent), self.limit)
         self._round += 1
@@ -482,7 +551,7 @@ class ThreadGroup(Group):
         for rank, buffer in enumerate(receive):
             if buffer is None:
                 continue
-            value = posts[rank][1]
+            value = posts[rank][1][self.rank]
             if value is None or value.shape != buffer.shape or value.dtype != buffer.dtype:
                 found = "nothing" if value is None else f"{tuple(value.shape)} of {value.dtype}"
                 self.abort(f"the ranks disagree on what {key!r} carries")
@@ -495,7 +564,7 @@ class ThreadGroup(Group):
             buffer.copy_(value)
 
 
-_Post = tuple[str, Tensor | None]
+_Post = tuple[str, Messages]
 
 
 class _Meeting:

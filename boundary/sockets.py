@@ -144,14 +144,14 @@ class Sockets:
 
     def exchange(
         self,
-        sends: tuple[str, memoryview] | None,
+        sends: Sequence[tuple[str, memoryview] | None],
         receives: Sequence[tuple[str, memoryview] | None],
         limit: float,
     ) -> None:
-        """Send one message to every peer, and receive each peer's.
+        """Send a message to each peer, and receive each peer's.
 
         Args:
-            sends: What the message is, and its bytes; None to send nothing.
+            sends: For each rank what its message is, and the bytes; None to send nothing.
             receives: For each rank what its message must be, and where its bytes go; None to await nothing.
             limit: Seconds after which waiting ends.
 
@@ -165,8 +165,8 @@ class Sockets:
         for index in self._order:
             link = self._links[index]
             assert link is not None
-            if sends is not None:
-                outgoing[index] = _Flow(link, _preamble(*sends), sends[1])
+            if (message := sends[index]) is not None:
+                outgoing[index] = _Flow(link, _preamble(*message), message[1])
             if (awaited := receives[index]) is not None:
                 incoming[index] = _Incoming(link, _preamble(*awaited), awaited[1])
         try:

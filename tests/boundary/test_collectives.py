@@ -176,6 +176,22 @@ def test_a_piece_unlike_its_announced_shape_is_refused_before_anything_is_sent()
     assert not events
 
 
+def test_pieces_that_cannot_be_dealt_out_are_refused_before_anything_is_sent() -> None:
+    group = ThreadGroup.create((0, 1))[0]
+    ones, own = torch.ones(2, 3), (2, 3)
+    with record() as events:
+        for pieces, shapes, text in [
+            ([ones], [own, own], "not one for each of 2 ranks"),
+            ([ones, ones], [own], "not one for each of 2 ranks"),
+            ([ones, ones, ones], [own] * 3, "not one for each of 2 ranks"),
+            ([ones, ones.double()], [own, own], "several dtypes"),
+            ([ones, ones], [(1, 3), (1, 3)], "own piece has shape"),
+        ]:
+            with pytest.raises(ValueError, match=text):
+                group.all_to_all(pieces, shapes, "deal")
+    assert not events
+
+
 def test_recordings_nest_and_end() -> None:
     def rank_main(group: Group) -> tuple[int, int]:
         with record() as outer:

@@ -1,0 +1,145 @@
+"""The built-in fusion of all-reduce, residual addition and norm, and a provider that shows the interface.
+
+Both are written in plain torch: the sum and the addition are accumulated without an intermediate rounding,
+and the norm is taken of that. They define what a fused kernel has to return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..collectives import sum_in_rank_order
+from ..forward import ForwardBatch
+from ..layout import SumGroup
+from ..ops import differentiable, summed
+from ..output import HandoffOutput
+from ..parallel import BoundSum
+from ..residual import Norm
+from ..residual.add_norm import normalize_sum, rms_norm, wide
+from . import Fused, FusedAttentionInput, FusedMlpInput
+
+if TYPE_CHECKING:
+    from ..construction import StagePlan
+
+MAX_ROWS = 2048
+"""Beyond so many rows the sum is bound by bandwidth, and fusing buys nothing."""
+
+
+def takes(rows: int) -> bool:
+    return 0 < rows <= MAX_ROWS
+
+
+def all_reduce_add_norm(term: Tensor, over: BoundSum | None, residual: Tensor, norm: Norm) -> Fused | None:
+    """Sum `term` over the group, add the residual, normalize: one rounding. Declines what it cannot do as
+    stated.
+    """
+    weight = getattr(norm, "weight", None)
+    same_dtype = term.dtype == residual.dtype and (weight is None or weight.dtype == term.dtype)
+    if over is None or not takes(term.shape[0]) or not same_dtype:
+        return None
+
+    def run(term: Tensor) -> Tensor:
+        terms = over.group.all_gather(term, key=f"sum over {over.name.value}", op="all_reduce")
+        return sum_in_rank_order([wide(one) for one in terms])
+
+    total = differentiable(term, run, lambda gradient: gradient.to(term.dtype)) + wide(residual)
+    rounded = total.to(residual.dtype)
+    return normalize_sum(norm, total, rounded), rounded
+
+
+def built_in_attention_input(sum_group: SumGroup) -> FusedAttentionInput:
+    return FusedAttentionInput(sum_group, all_reduce_add_norm, leaves_residual=takes)
+
+
+def built_in_ffn_input() -> FusedMlpInput:
+    return FusedMlpInput(SumGroup.ATTN_TP, all_reduce_add_norm, leaves_residual=takes)
+
+
+class SumHandoff(HandoffOutput):
+    """A MoE output whose combination of expert outputs and whose sum are both still to do.
+
+    Attributes:
+        expert_outputs: `[rows, choices, hidden]`: this rank's term of each routed output; zeros for other
+            ranks' experts.
+        weights: `[rows, choices]`: the router's, with its scaling factor applied.
+        over: The group that holds the other terms.
+    """
+
+    def __init__(self, expert_outputs: Tensor, weights: Tensor, over: BoundSum) -> None:
+        self.expert_outputs = expert_outputs
+        self.weights = weights
+        self.over = over
+
+    def combined(self) -> Tensor:
+        """This rank's term of the output."""
+        weighted = wide(self.expert_outputs) * wide(self.weights)[..., None]
+        return weighted.sum(-2).to(self.expert_outputs.dtype)
+
+    def complete(self) -> Tensor:
+        term = self.combined()
+        return summed(term, self.over.group, "finalize") if term.shape[0] else term
+
+
+@dataclass
+class ReferenceProvider:
+    """A provider in plain torch.
+
+    Attributes:
+        eps: The epsilon of the norms it fuses.
+        finalizes: MoEs may leave their finalize.
+        terminal_finalize: Also in the last layer, whose final norm is then given this object as
+            `handoff_norm`.
+        ran: What its candidates did, in order.
+    """
+
+    eps: float = 1e-6
+    finalizes: bool = False
+    terminal_finalize: bool = False
+    ran: list[str] = field(default_factory=list)
+
+    def attention_input(self, plan: StagePlan) -> Sequence[FusedAttentionInput]:
+        def run(value: Any, over: BoundSum | None, residual: Tensor, norm: Norm) -> Fused | None:
+            return self._note("attention all-reduce", all_reduce_add_norm(value, over, residual, norm))
+
+        def run_handoff(value: Any, over: BoundSum | None, residual: Tensor, norm: Norm) -> Fused | None:
+            return self._note("attention finalize", self._finalize_add_norm(value, residual, norm))
+
+        return [
+            FusedAttentionInput(SumGroup.MOE_OUTPUT, run_handoff, accepts_handoff=True),
+            FusedAttentionInput(SumGroup.MOE_OUTPUT, run),
+            FusedAttentionInput(SumGroup.TP, run),
+        ]
+
+    def ffn_input(self, plan: StagePlan) -> Sequence[FusedMlpInput]:
+        def run(value: Any, over: BoundSum | None, residual: Tensor, norm: Norm) -> Fused | None:
+            return self._note("ffn all-reduce", all_reduce_add_norm(value, over, residual, norm))
+
+        return [FusedMlpInput(SumGroup.ATTN_TP, run)]
+
+    def can_defer_finalize(self, plan: StagePlan, forward_batch: ForwardBatch) -> bool:
+        return self.finalizes and forward_batch.rows.tokens > 0
+
+    def can_defer_all_reduce(self, plan: StagePlan, forward_batch: ForwardBatch) -> bool:
+        return takes(forward_batch.rows.tokens)
+
+    def finalize(self, handoff: HandoffOutput, residual: Tensor, gamma: Tensor) -> Fused:
+        """Complete a terminal handoff, add the residual, and normalize with gain `gamma`."""
+        total = wide(handoff.complete()) + wide(residual)
+        self.ran.append("terminal finalize")
+        return rms_norm(total, gamma, self.eps, residual.dtype), total.to(residual.dtype)
+
+    def _finalize_add_norm(self, value: HandoffOutput, residual: Tensor, norm: Norm) -> Fused | None:
+        if not isinstance(value, SumHandoff):
+            return None
+        total = wide(value.complete()) + wide(residual)
+        rounded = total.to(residual.dtype)
+        return normalize_sum(norm, total, rounded), rounded
+
+    def _note(self, what: str, made: Fused | None) -> Fused | None:
+        if made is not None:
+            self.ran.append(what)
+        return made
