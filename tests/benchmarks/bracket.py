@@ -32,6 +32,11 @@ IDS = torch.arange(100, 132)[None]
 
 def timed(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """The median seconds of each side, one after the other in every round, all ranks together."""
+    return {name: statistics.median(series) for name, series in series_of(sides, rounds).items()}
+
+
+def series_of(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """The seconds of each side in every round."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     gc.collect()
     gc.disable()
@@ -44,7 +49,7 @@ def timed(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
                 times[name].append(time.perf_counter() - start)
     finally:
         gc.enable()
-    return {name: statistics.median(series) for name, series in times.items()}
+    return times
 
 
 def models(world: World, path: str) -> tuple[Any, Any]:
@@ -90,7 +95,7 @@ def reading(world: World, path: str, rounds: int) -> dict[str, float]:
         with record() as events:
             read_all(ours)
         assert len(events) == 30, f"{len(events)} exchanges for 30 reads"
-        medians = timed(
+        times = series_of(
             {
                 "ours": lambda: read_all(ours),
                 "ours, nothing read": lambda: read_none(ours),
@@ -99,9 +104,12 @@ def reading(world: World, path: str, rounds: int) -> dict[str, float]:
             },
             rounds,
         )
-    added = medians["ours"] - medians["ours, nothing read"]
-    theirs_added = medians["nnsight"] - medians["nnsight, nothing read"]
-    return {"added by ours / added by nnsight": added / theirs_added}
+
+    def added(side: str) -> float:
+        pairs = zip(times[side], times[f"{side}, nothing read"], strict=True)
+        return statistics.median(reading - plain for reading, plain in pairs)
+
+    return {"added by ours / added by nnsight": added("ours") / added("nnsight")}
 
 
 def round_trip(world: World, path: str, rounds: int) -> dict[str, float]:
