@@ -37,7 +37,7 @@ class Placed(NamedTuple):
     axis: str = "tp"
 
     def __str__(self) -> str:
-        return f"{self.layout} over {self.axis}"
+        return f"{self.layout} over {self.axis}" if self.layout.exchanges else str(self.layout)
 
 
 @dataclass(frozen=True)
@@ -252,6 +252,10 @@ class Fragments(port.Fragments):
     def fragmented(self, location: str) -> bool:
         return self.layout(location) is not None
 
+    def exchanges(self, location: str) -> bool:
+        """Whether the ranks have to exchange anything to make the value at `location` whole."""
+        return True
+
     def whole(self, location: str, value: Any, key: str = "") -> tuple[Any, Callable[[Any], Any] | None]:
         """The value one process would have here, and the way back. Every rank of the group must call it.
 
@@ -412,14 +416,14 @@ def check_shared(location: str, tree: Tree, expected: Any, replacement: Any) -> 
 
 def is_whole(leaf: Any, layout: Layout) -> bool:
     """Whether a leaf that a block puts under a placed node is a tensor that has to be cut."""
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and not isinstance(layout, Whole)
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and type(layout) is not Whole
 
 
 def is_piece(leaf: Any, layout: Layout) -> bool:
     """Whether a leaf under a placed node is a tensor that can be a piece (a mask of integers cannot)."""
-    if not isinstance(leaf, torch.Tensor) or isinstance(layout, Whole):
+    if not isinstance(leaf, torch.Tensor) or type(layout) is Whole or leaf.dim() == 0:
         return False
-    return leaf.dim() > 0 and (leaf.is_floating_point() or leaf.is_complex())
+    return not layout.exchanges or leaf.is_floating_point() or leaf.is_complex()
 
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -227,7 +227,8 @@ class Interleaver(port.Interleaver):
         pending: Pending | None = None
         for mediator, cache, selected in observers:
             group = mediator.batch_group
-            if visit.state == "piece" and not cache.detach and not visit.refused:
+            at_once = not cache.detach or not self.fragments.exchanges(visit.location)
+            if visit.state == "piece" and at_once and not visit.refused:
                 visit.open()
             if visit.state != "piece":
                 cache.observe_selected(selected, visit.value if batcher is None else batcher.narrow(visit.value, group))
@@ -255,7 +256,7 @@ class Interleaver(port.Interleaver):
     def __enter__(self) -> Interleaver:
         self.pending, self.pending_bytes = [], 0
         self.calls = self.flushes = 0
-        if all(mediator.worker is None for mediator in self.mediators):
+        if self.fresh():
             # From here, so that a run that the ranks left at different places does not tell them apart for ever.
             self.counts.clear()
         self.parameters.settle()
@@ -266,6 +267,10 @@ class Interleaver(port.Interleaver):
             self.forget()
             raise
         return self
+
+    def fresh(self) -> bool:
+        """Whether the run that begins is a new one, and does not continue another."""
+        return all(mediator.worker is None for mediator in self.mediators)
 
     def __exit__(
         self,

@@ -5,6 +5,7 @@ says which, and what a runtime knows about a location is nothing but its layout;
 
 ===================================================  ================================================
 :class:`Whole`                                       the piece is the whole
+:class:`Snapshot`                                    the same, in storage that is soon written over
 :class:`Shard` (dim, widths or blocks, replicas)     the ranks' pieces side by side along a dim
 :class:`Partial` (addend)                            the ranks' sum, to which the addend is added once
 :class:`Rows` (dim, counts, live, order)             token rows of several ranks: padded, even permuted
@@ -67,6 +68,9 @@ class Layout(ABC):
 
     """
 
+    #: Whether the ranks have to exchange anything to make the whole.
+    exchanges = True
+
     @property
     def shared_dim(self) -> int | None:
         """The dim the ranks share: a replacement of the whole must keep its size. None: any size will do."""
@@ -123,6 +127,8 @@ class Layout(ABC):
 class Whole(Layout):
     """Every rank holds the whole value."""
 
+    exchanges = False
+
     def __str__(self) -> str:
         return "whole"
 
@@ -146,6 +152,20 @@ class Whole(Layout):
 
     def join_gradient(self, gradient: Tensor, group: Group, key: str) -> Tensor:
         return gradient
+
+
+@dataclass(frozen=True)
+class Snapshot(Whole):
+    """Every rank holds the whole value, in storage that the runtime writes over: what a block is served is a copy."""
+
+    def is_whole(self, degree: int) -> bool:
+        return False
+
+    def gather(self, piece: Tensor, group: Group, key: str) -> Tensor:
+        return piece.clone()
+
+    def is_piece_of(self, piece: Tensor, whole: Tensor, rank: int, degree: int) -> bool:
+        return same_bits(piece, whole)
 
 
 @dataclass(frozen=True)
@@ -644,7 +664,7 @@ def assemble_many(pieces: Sequence[tuple[Tensor, Layout]], group: Group, key: st
     together: list[int] = []
     for index, (piece, layout) in enumerate(pieces):
         alone = torch.is_grad_enabled() and piece.requires_grad
-        if alone or layout.is_whole(group.size):
+        if alone or not layout.exchanges or layout.is_whole(group.size):
             wholes[index] = assemble(piece, layout, group, f"{key}/{index}")
         else:
             together.append(index)

@@ -126,7 +126,7 @@ def load(
             raise InterleaveError(f"{axis}={degree!r}: a degree is a whole number, 1 or more")
     loader = runtime_of(request)
     loader.check(request)
-    if request.world_size == 1 or under_torchrun():
+    if request.world_size == 1 or getattr(loader, "starts_ranks", False) or under_torchrun():
         return loader.load(request)
 
     from .ranks import start

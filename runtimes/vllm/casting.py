@@ -1,0 +1,238 @@
+"""Which view acts out which module."""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from interleave import nnsight_port as port
+from interleave.fragments import Placed, Refused
+from interleave.layout import Shard
+
+from .fragments import BETWEEN, COPY, node
+from .interleaver import EngineInterleaver
+from .names import Original, PartOf
+from .parallel import parts, sides
+from .views.activation import ActivationView
+from .views.attention import AttentionView
+from .views.base import TensorView, View
+from .views.embedding import EmbeddingView
+from .views.experts import ExpertsView, RouterView, TupleBlockView
+from .views.head import HeadView, RootView, StackView
+from .views.layer import LayerView
+from .views.linear import FusedLinearView, LinearView, PartView
+from .views.norm import NormView
+
+NORMS = (RMSNorm, GemmaRMSNorm, torch.nn.LayerNorm)
+
+
+class Casting:
+    """Finds a view for every module of an envoy tree that HuggingFace's model has too.
+
+    Args:
+        root: The envoy of vLLM's whole model, HuggingFace's names grafted in.
+        original: HuggingFace's model.
+        width: The size of the hidden dim.
+    """
+
+    def __init__(self, root: port.Envoy, original: Original, width: int) -> None:
+        self.root = root
+        self.original = original
+        self.width = width
+        self.interleaver: EngineInterleaver = root.interleaver  # type: ignore[assignment]
+        self.fragments = self.interleaver.fragments
+        self.modules = {envoy.path: envoy._module for envoy in root.modules()}
+        self.names = {f"{root.path}.{name}" if name else root.path: name for name in original}
+        self.views: dict[str, View] = self.interleaver.views
+        self.heads: dict[str, View] = {}
+
+    def cast(self) -> dict[str, View]:
+        """Declare what is between split layers, then a view for each module. Returns views by path of the module whose
+        forward they stand around."""
+        for path, module in self.modules.items():
+            found = sides(module, path)
+            if found is not None and isinstance(found.output, Shard):
+                self.fragments.between.add(self.common(path))
+        for path, module in self.modules.items():
+            view = self.view(path, module)
+            if view is not None:
+                self.views[path] = view
+        self.head()
+        for path, module in self.modules.items():
+            if isinstance(module, PartOf):
+                self.views[path] = self.part(path, module)
+        self.arrange()
+        around = {path: view for path, view in self.views.items() if not isinstance(view, PartView | HeadView)}
+        return around | self.heads
+
+    def common(self, path: str) -> str:
+        """The smallest module that holds the split output of `path` and takes it back together."""
+        parent = path
+        while "." in parent:
+            parent = parent.rpartition(".")[0]
+            for other, module in self.modules.items():
+                if other.startswith(f"{parent}."):
+                    found = sides(module, other)
+                    if found is not None and isinstance(found.input, Shard):
+                        return parent
+        return path
+
+    def hf_name(self, path: str) -> str | None:
+        """HuggingFace's name of vLLM's module."""
+        if path in self.names:
+            return self.names[path]
+        module = self.modules[path]
+        for other in self.names:
+            own, _, name = other.rpartition(".")
+            holder = self.modules.get(own)
+            if holder is not None and holder._modules.get(name) is module:
+                return self.names[other]
+        return None
+
+    def children(self, path: str) -> dict[str, torch.nn.Module]:
+        return {name: child for name, child in self.modules[path]._modules.items() if child is not None}
+
+    def view(self, path: str, module: torch.nn.Module) -> View | None:
+        """The view for one module; None for vLLM's own."""
+        parent = path.rpartition(".")[0]
+        own = path.rpartition(".")[2]
+        if path == self.root.path:
+            return RootView(path, module, self.interleaver, None)
+        if isinstance(module, ParallelLMHead | LogitsProcessor | PartOf):
+            return None
+        if isinstance(module, VocabParallelEmbedding):
+            return EmbeddingView(path, module, self.interleaver)
+        if isinstance(module, MoERunnerInterface):
+            return ExpertsView(path, module, self.interleaver, self.width)
+        if isinstance(module, LinearBase):
+            return self.linear(path, module)
+        if isinstance(module, NORMS):
+            return self.norm(path, module)
+        if self.is_layer(path):
+            return LayerView(path, module, self.interleaver, self.width)
+        if self.is_activation(path):
+            fused = self.children(parent)["gate_up_proj"]
+            gate = next(iter(parts(fused).values()))
+            size = gate.width if gate.layout is None else gate.layout.size or gate.width
+            return ActivationView(path, module, self.interleaver, node(gate.layout), size)
+        name = self.hf_name(path)
+        if name is None or not own:
+            return None
+        if self.is_stack(path):
+            return StackView(path, module, self.interleaver, None)
+        if self.is_layer(parent):
+            if any(isinstance(child, AttentionLayerBase) for child in module.modules()):
+                return AttentionView(path, module, self.interleaver, width=self.width)
+            if self.original.returns_pair(name):
+                return TupleBlockView(path, module, self.interleaver, width=self.width)
+            return self.block(path, module)
+        if any(own in ("shared_expert", "shared_experts") for own in (own,)):
+            return self.block(path, module)
+        return None
+
+    def block(self, path: str, module: torch.nn.Module) -> TensorView:
+        """A feed-forward block: spread as its last linear's output is."""
+        output: Placed | Refused = COPY
+        for name, child in module._modules.items():
+            found = None if child is None else sides(child, f"{path}.{name}")
+            if found is not None and found.input is not None:
+                output = node(found.output, found.axis)
+        return TensorView(path, module, self.interleaver, output=output, width=self.width)
+
+    def linear(self, path: str, module: torch.nn.Module) -> View:
+        parent = path.rpartition(".")[0]
+        experts = self.children(parent).get("experts") if parent else None
+        name = self.hf_name(path)
+        if isinstance(experts, MoERunnerInterface) and name is not None and own_name(path) in ("gate", "router"):
+            flat = self.original.flattens(name.rpartition(".")[0])
+            return RouterView(path, module, self.interleaver, experts, flat)
+        if any(isinstance(part, PartOf) and part.fused == own_name(path) for part in self.children(parent).values()):
+            return FusedLinearView(path, module, self.interleaver)
+        return LinearView(path, module, self.interleaver)
+
+    def norm(self, path: str, module: torch.nn.Module) -> View:
+        """A norm; one over the heads of queries or keys has as many rows per token as there are heads on the rank."""
+        parent = path.rpartition(".")[0]
+        if parent not in self.fragments.between:
+            return NormView(path, module, self.interleaver)
+        fused = self.children(parent).get("qkv_proj")
+        shard = {"q_norm": "q", "k_norm": "k"}.get(own_name(path))
+        if fused is None or shard is None or not isinstance(fused, LinearBase):
+            found = Refused(BETWEEN) if self.within_split(path) else COPY
+            return NormView(path, module, self.interleaver, input=found, output=found)
+        layout = parts(fused)[shard].layout
+        if layout is None:
+            return NormView(path, module, self.interleaver)
+        spread = Placed(Shard(-2, replicas=layout.replicas if layout.blocks is None else layout.blocks[0].replicas))
+        return NormView(path, module, self.interleaver, input=spread, output=spread)
+
+    def within_split(self, path: str) -> bool:
+        """Whether a norm inside an attention block works on values that are split: not before the first split."""
+        parent = path.rpartition(".")[0]
+        weight = self.modules[path]._parameters.get("weight")
+        takers = [
+            child
+            for name, child in self.children(parent).items()
+            if (found := sides(child, f"{parent}.{name}")) is not None
+            and found.input is None
+            and getattr(child, "input_size", None) == (None if weight is None else weight.shape[-1])
+        ]
+        return not takers
+
+    def part(self, path: str, module: PartOf) -> PartView:
+        parent = path.rpartition(".")[0]
+        fused = self.views[f"{parent}.{module.fused}"]
+        assert isinstance(fused, FusedLinearView)
+        return PartView(path, fused.module, self.interleaver, fused, parts(fused.module)[module.shard])
+
+    def head(self) -> None:
+        """The head stands around the logits processor."""
+        root = self.root.path
+        processor = next((p for p, m in self.modules.items() if isinstance(m, LogitsProcessor)), None)
+        module = self.modules[root]._modules.get("lm_head")
+        if processor is None or module is None:
+            return
+        view = HeadView(f"{root}.lm_head", module, self.interleaver, self.modules[processor], root)
+        self.views[f"{root}.lm_head"] = self.heads[processor] = view
+        for other in self.views.values():
+            if type(other) is StackView:
+                other.head = view
+
+    def arrange(self) -> None:
+        """Tell fused linears in which order HuggingFace runs their parts."""
+        for path, view in self.views.items():
+            if not isinstance(view, FusedLinearView):
+                continue
+            parent = path.rpartition(".")[0]
+            name = self.hf_name(parent)
+            siblings = {
+                own_name(p): v
+                for p, v in self.views.items()
+                if p.rpartition(".")[0] == parent and isinstance(v, NormView | ActivationView)
+            }
+            own = [v for v in self.views.values() if isinstance(v, PartView) and v.fused is view]
+            view.arrange(own, self.original.order(name) if name is not None else [], siblings)
+
+    def is_layer(self, path: str) -> bool:
+        stack, _, number = path.rpartition(".")
+        return number.isdigit() and isinstance(self.modules.get(stack), torch.nn.ModuleList) and self.is_stack(
+            stack.rpartition(".")[0]
+        )
+
+    def is_stack(self, path: str) -> bool:
+        """Whether the module holds the list of layers."""
+        module = self.modules.get(path)
+        return module is not None and isinstance(module._modules.get("layers"), torch.nn.ModuleList)
+
+    def is_activation(self, path: str) -> bool:
+        parent = path.rpartition(".")[0]
+        return own_name(path) == "act_fn" and parent in self.modules and "gate_up_proj" in self.children(parent)
+
+
+def own_name(path: str) -> str:
+    return path.rpartition(".")[2]

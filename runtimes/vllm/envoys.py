@@ -1,0 +1,159 @@
+"""Envoys over an engine's modules: HuggingFace's values by HuggingFace's names, vLLM's own under `.raw`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from interleave import nnsight_port as port
+from interleave.envoy import Envoy
+from interleave.errors import InterleaveError, UnknownLayout
+from interleave.fragments import unknown
+from interleave.model import describe
+
+from .interleaver import EngineInterleaver
+from .names import Absent, PartOf
+
+
+class Raw:
+    """vLLM's own values at a module: its structure, its shapes ([rows, ...], no batch axis), whole over the ranks.
+
+    `input`, `inputs`, `output` read and write as on an envoy; `source` shows the operations of vLLM's forward.
+    """
+
+    def __init__(self, envoy: EngineEnvoy) -> None:
+        self.envoy = envoy
+        self.interleaver = envoy.interleaver
+        self.path = envoy.path if envoy.path not in envoy.interleaver.views else f"{envoy.path}.raw"
+
+    inputs = port.Envoy.inputs
+    input = port.Envoy.input
+    output = port.Envoy.output
+
+    @property
+    def source(self) -> port.Source:
+        """The operations of vLLM's forward."""
+        return port.Source(self.envoy, self.path, install_source(self.envoy))
+
+    def __repr__(self) -> str:
+        return f"vLLM's own {self.envoy.path}"
+
+
+class EngineEnvoy(Envoy):
+    """An envoy whose module runs in an engine's workers."""
+
+    interleaver: EngineInterleaver  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, module: torch.nn.Module, path: str = "model", **options: Any) -> None:
+        # A block refers to envoys by path: the tree itself does not travel.
+        self.__dict__["_persistent_id"] = f"Envoy:{path}"
+        super().__init__(module, path, **options)
+
+    def _resolve_envoy_class(self, module: torch.nn.Module, path: str) -> type[port.Envoy]:
+        if isinstance(module, Absent):
+            return AbsentEnvoy
+        if isinstance(self._module, torch.nn.ModuleList) and self.path.endswith(".layers"):
+            return EngineLayerEnvoy
+        return EngineEnvoy
+
+    @property
+    def raw(self) -> Raw:
+        """vLLM's own values at this module."""
+        return Raw(self)
+
+    def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
+        """Run this module ad hoc, as HuggingFace's: wholes in, wholes out, with a batch axis. In a block only.
+
+        Raises:
+            InterleaveError: The module computes with the requests of a step (attention, layers), or this is no block.
+        """
+        interleaver = self.interleaver
+        if not interleaver.interleaving:
+            raise InterleaveError(f"`{self.path}` runs in the engine's workers: call it in a trace's block")
+        view = interleaver.views.get(self.path)
+        if view is None:
+            raise InterleaveError(
+                f"`{self.path}` is vLLM's own module and computes with the requests of a step: it cannot be called"
+            )
+        module = view.module
+        interleaver.interleaving = False
+        try:
+            return view.call(module, args, kwargs)
+        finally:
+            interleaver.interleaving = True
+
+    @property
+    def source(self) -> port.Source:
+        raise UnknownLayout(
+            f"the forward that runs at `{self.path}` is vLLM's and has other operations than HuggingFace's: "
+            f"`.raw.source` shows them"
+        )
+
+
+class EngineLayerEnvoy(EngineEnvoy):
+    """The envoy of a decoder layer."""
+
+    @port.eproperty(key="output")
+    def residual(self, value: Any) -> torch.Tensor:
+        """The residual stream after this layer: [1, tokens, hidden], in the model's dtype."""
+        return value
+
+
+def absent(name: str) -> property:
+    def refuse(self: port.Envoy, *_: Any) -> Any:
+        reason = "vLLM's model has no such module"
+        raise UnknownLayout(unknown(f"{self.path}.{name}", reason))
+
+    return property(refuse, refuse)
+
+
+class AbsentEnvoy(EngineEnvoy):
+    """A name of HuggingFace's that vLLM's model has nothing for."""
+
+    input = absent("input")
+    inputs = absent("input")
+    output = absent("output")
+    raw = absent("raw")
+
+    def skip(self, replacement: Any) -> None:
+        raise UnknownLayout(unknown(f"{self.path}.skip", "vLLM's model has no such module"))
+
+
+def instrument(envoy: port.Envoy, interleaver: EngineInterleaver) -> None:
+    """Put the view around a module's forward, where it has one; vLLM's own values move to `.raw`."""
+    view = interleaver.around.get(envoy.path)
+    if view is not None:
+        state = port.install_controller(envoy)
+        state.register(interleaver, f"{envoy.path}.raw" if envoy.path in interleaver.views else envoy.path)
+        surround(state, view, interleaver)
+
+
+def surround(state: Any, view: Any, interleaver: EngineInterleaver) -> None:
+    """Make the module's body the view's, in a step with blocks."""
+    native: Callable[..., Any] = state.body
+
+    def body(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not (interleaver.interleaving and interleaver.busy):
+            return native(module, *args, **kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return native(module, *args, **kwargs)
+
+        return view.forward(run, args, kwargs)
+
+    state.body = body
+
+
+def install_source(envoy: EngineEnvoy) -> Any:
+    """Instrument the operations of the module's own forward, inside its view."""
+    state = port.install_controller(envoy)
+    before = state.sourced
+    compiled = port.install_source(envoy)
+    if not before:
+        instrument(envoy, envoy.interleaver)
+    return compiled
+
+
+__all__ = ["AbsentEnvoy", "EngineEnvoy", "EngineLayerEnvoy", "PartOf", "Raw", "describe", "instrument"]

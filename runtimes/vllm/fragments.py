@@ -1,0 +1,85 @@
+"""What a vLLM engine's values are on each rank, by location.
+
+Views (`views/`) declare the locations they act out. Everything else is vLLM's own value: whole, unless it lies between a layer
+that splits its output and one that takes its input split. Even whole values are served as copies: fused kernels write their
+results into the storage of their arguments, and what a block saved must stay what the module returned.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from boundary.collectives import ThreadGroup
+from interleave import nnsight_port as port
+from interleave.errors import InterleaveError
+from interleave.fragments import Fragments, Placed, Refused, Tree
+from interleave.layout import Layout, Snapshot
+
+BETWEEN = "it lies between a layer that splits its output and one that takes its input split"
+
+#: A value that every rank holds whole.
+COPY = Placed(Snapshot(), "alone")
+
+
+class EngineFragments(Fragments):
+    """Layouts of an engine's values. Every rank of the engine has the same.
+
+    Attributes:
+        between: Paths of the modules whose inner values are pieces.
+        read_only: Locations that can be looked at and not changed -> why.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enabled = True
+        self.groups["alone"] = ThreadGroup.create([0], name="alone")[0]
+        self.between: set[str] = set()
+        self.read_only: dict[str, str] = {}
+
+    def instrument(self, envoy: port.Envoy) -> None:
+        """Nothing: views declare what is known, once the tree stands."""
+
+    def layout(self, location: str) -> Tree:
+        if location in self.tree:
+            return self.tree[location]
+        if location.endswith(".skip"):
+            return None
+        path = location.partition(".source.")[0]
+        while path:
+            path = path.rpartition(".")[0]
+            if path in self.between:
+                return Refused(BETWEEN)
+        return COPY
+
+    def exchanges(self, location: str) -> bool:
+        return any(node.layout.exchanges for node in placed(self.layout(location)))
+
+    def check_writable(self, location: str) -> None:
+        """Raise if the engine cannot take another value than its own here.
+
+        Raises:
+            InterleaveError: With the reason.
+        """
+        reason = self.read_only.get(location)
+        if reason is not None:
+            raise InterleaveError(f"`{location}` can be read and not changed: {reason}")
+
+    def hand_on(self, location: str, whole: torch.Tensor, piece: torch.Tensor, placed: Placed) -> torch.Tensor:
+        """`piece`: the engine writes over it, so what a block writes into `whole` afterwards has nowhere to go."""
+        return piece
+
+
+def node(layout: Layout | None, axis: str = "tp") -> Placed:
+    """The node of a leaf: its layout, or a copy of a whole."""
+    return COPY if layout is None else Placed(layout, axis)
+
+
+def placed(tree: Tree) -> list[Placed]:
+    """All placed nodes of a tree."""
+    if isinstance(tree, Placed):
+        return [tree]
+    if isinstance(tree, tuple):
+        return [found for branch in tree for found in placed(branch)]
+    if isinstance(tree, dict):
+        return [found for branch in tree.values() for found in placed(branch)]
+    return []

@@ -1,0 +1,117 @@
+"""The bracket inside a serving engine.
+
+One step of the engine runs many requests, whose blocks start and end at different steps. So counts go on from step
+to step, a block's error ends its own request only, and it is known which request replaced a value and which wrote
+into it: in HuggingFace's model a write into a tensor is seen by everybody who holds the tensor, a replacement is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from interleave import nnsight_port as port
+from interleave.errors import InterleaveError
+from interleave.interleaver import Interleaver, Visit, throw
+
+from . import nnsight_port as vllm_port
+from .rows import Skipped, Span
+
+if TYPE_CHECKING:
+    from interleave.agreement import Agreement
+
+    from .fragments import EngineFragments
+    from .views.base import View
+
+
+class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
+    """This project's interleaver for a model runner: nnsight's taps for CUDA graphs, our bracket.
+
+    Args:
+        taps: Locations that replayed CUDA graphs serve; empty on an eager engine.
+        fragments: The layouts.
+        agreement: How the ranks stay together; None on one rank.
+
+    Attributes:
+        views: Path -> the view that acts HuggingFace's module out there.
+        around: Path -> the view that stands around the forward of vLLM's module there.
+        swapped: The rows that were replaced, not written into, in the visit that was served last.
+    """
+
+    fragments: EngineFragments  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(
+        self, taps: Iterable[str] = (), *, fragments: EngineFragments, agreement: Agreement | None = None
+    ) -> None:
+        Interleaver.__init__(self, fragments, agreement)
+        self.taps = frozenset(taps)
+        self.views: dict[str, View] = {}
+        self.around: dict[str, View] = {}
+        self.swapped: list[Span] = []
+        self.defer_exceptions = True
+
+    def wanted(self, location: str) -> bool:
+        """Whether somebody waits at `location`, a cache keeps it, or a graph is to serve it."""
+        return location in self.parked or location in self.observers or location in self.taps
+
+    def pass_by(self, location: str) -> None:
+        """Count a visit that nobody wants."""
+        self.counts[location] = self.counts.get(location, 0) + 1
+
+    def handle(self, provider: str, value: Any) -> Any:
+        if provider in self.parked:
+            self.swapped = []
+        return super().handle(provider, value)
+
+    def answer(self, request: port.Pending, mediator: port.Mediator, visit: Visit) -> Any:
+        span = mediator.batch_group
+        if request.event is port.Event.VALUE or not isinstance(span, Span):
+            return super().answer(request, mediator, visit)
+        if request.event is port.Event.SWAP:
+            self.fragments.check_writable(visit.location)
+            super().answer(request, mediator, visit)
+            self.swapped.append(span)
+        else:
+            self.view_of(visit.location).check_skip(request.value, span.size)
+            visit.value = self.batcher.gather_skip(visit.value, span, request.value)
+        mark_edited(mediator)
+        return None
+
+    def view_of(self, gate: str) -> View:
+        """The view whose module is to be skipped.
+
+        Raises:
+            InterleaveError: The module is none of HuggingFace's.
+        """
+        path = gate.removesuffix(".skip")
+        if path not in self.views:
+            raise InterleaveError(
+                f"`{path}` is vLLM's own, and the engine cannot leave it out for one request: skip the module of "
+                f"HuggingFace's that it is part of"
+            )
+        return self.views[path]
+
+    def fail(self, mediator: port.Mediator, error: InterleaveError) -> None:
+        """Raise `error` in a block, at the line where it waits; if it does not catch it, its request ends."""
+        try:
+            mediator.pending = throw(mediator, error)
+        except Exception as raised:
+            mediator.pending = None
+            mediator.exception = raised
+        self._reindex_parked()
+
+    def spans(self) -> list[tuple[port.Mediator, Span]]:
+        """The running blocks, and which rows of this step are theirs."""
+        return [(m, m.batch_group) for m in self.mediators if isinstance(m.batch_group, Span)]
+
+    def fresh(self) -> bool:
+        """Never: a step of the engine continues the steps before it."""
+        return False
+
+
+def mark_edited(mediator: port.Mediator) -> None:
+    """Remember that a block has changed the computation of its request."""
+    mediator.edited = True  # type: ignore[attr-defined]
+
+
+__all__ = ["EngineInterleaver", "Skipped", "mark_edited"]

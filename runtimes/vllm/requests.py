@@ -1,0 +1,134 @@
+"""The blocks that ride an engine's requests: nnsight's book-keeping, with rows, refusals and errors of our own.
+
+What a block cannot be given whole is an error of its own request: the others go on, and so does the engine.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from greenlet import error as greenlet_error
+
+from interleave import nnsight_port as port
+from interleave.errors import InterleaveError
+from interleave.ranks.raised import Raised
+
+from . import nnsight_port as vllm_port
+from .rows import Span
+
+#: In a request's extra arguments: whether the head gives logits for every position.
+EVERY_POSITION = "interleave_every_position"
+
+
+def deferred(error: BaseException) -> dict[str, Any]:
+    """A block's error as it travels to the client: nnsight's description, and the exception itself with its lines."""
+    described = vllm_port.capture_exception(error)
+    return {**described, "raised": Raised.of(error)}
+
+
+class Requests(vllm_port.Requests):
+    """The blocks of the engine's requests, on one worker."""
+
+    def add(self, new_requests: list, persistent_objects: dict) -> None:
+        known = set(self.requests)
+        super().add(new_requests, persistent_objects)
+        for data in new_requests:
+            request = self.requests.get(data.req_id)
+            if request is None or data.req_id in known:
+                continue
+            extra = getattr(data.sampling_params, "extra_args", None) or {}
+            for mediator in request.workers():
+                mediator.every_position = extra.get(EVERY_POSITION, True)
+                mediator.edited = False
+                mediator.steps = 0
+            if data.num_computed_tokens and request.workers():
+                self.refuse(
+                    request,
+                    f"the engine took {data.num_computed_tokens} tokens of this prompt from its prefix cache, so they "
+                    f"are not computed and no block can see them. Load the model with enable_prefix_caching=False, or "
+                    f"send the prompt with `skip_reading_prefix_cache=True`",
+                )
+
+    def refuse(self, request: Any, text: str) -> None:
+        """Make `text` the request's error, and run no block for it."""
+        request.error = deferred(InterleaveError(text))
+        request.mediator = None
+        request.copies = {}
+
+    def refuse_chunked(self, spans: list[tuple[str, int]], states: dict) -> None:
+        for request_id, scheduled in spans:
+            request, state = self.requests.get(request_id), states.get(request_id)
+            if request is None or state is None or not request.workers():
+                continue
+            if state.num_computed_tokens + scheduled < state.num_prompt_tokens:
+                self.refuse(
+                    request,
+                    f"the engine computes this prompt of {state.num_prompt_tokens} tokens in several steps "
+                    f"({scheduled} tokens in this one), so no block can see it whole. Load the model with "
+                    f"enable_chunked_prefill=False, or raise max_num_batched_tokens above the prompt's length",
+                )
+        self.refuse_recomputed(spans)
+
+    def refuse_recomputed(self, spans: list[tuple[str, int]]) -> None:
+        """A request that was preempted is computed again from its first token: without what its block did."""
+        for request_id, scheduled in spans:
+            request = self.requests.get(request_id)
+            if request is None or scheduled == 1:
+                continue
+            if any(getattr(m, "steps", 0) and getattr(m, "edited", False) for m in request.workers()):
+                self.refuse(
+                    request,
+                    "the engine ran out of room for keys and values, put this request aside and computes its tokens "
+                    "again, without the edits that its block made. Give the engine more room "
+                    "(gpu_memory_utilization, VLLM_CPU_KVCACHE_SPACE), or fewer requests at once (max_num_seqs)",
+                )
+
+    def scope(self, model: Any, spans: list[tuple[str, int]]) -> None:
+        super().scope(model, spans)
+        total = model.interleaver.batcher.total
+        for mediator in model.interleaver.mediators:
+            start, size = mediator.batch_group
+            if getattr(mediator, "steps", 0) and size > 1:
+                # Computed again after a preemption: the block has seen all of these rows but the last.
+                start, size = start + size - 1, 1
+            mediator.batch_group = Span(start, size, total)
+            mediator.steps = getattr(mediator, "steps", 0) + 1
+
+    def unflatten(self, model: Any) -> None:
+        for mediator in model.interleaver.mediators:
+            mediator.batch_group = Span(mediator.row, 1, self.nrows)
+        model.interleaver.batcher.total = self.nrows
+
+    def record(self, mediator: Any) -> None:
+        error = mediator.exception
+        if error is not None and getattr(mediator, "nnsight_error", None) is None:
+            mediator.nnsight_error = deferred(error)
+        super().record(mediator)
+
+    def finish_dangling(self, mediator: Any, taps: frozenset = frozenset(), quiet: bool = False) -> None:
+        if mediator is None or not mediator.alive or mediator.pending is None:
+            return
+        location = mediator.pending.provider
+        error, expected = vllm_port.dangling_unwind(mediator)
+        if taps and isinstance(error, port.OutOfOrderError) and location not in taps and _is_location(location):
+            expected = None
+            error = InterleaveError(
+                f"`{location}` is none of this engine's taps, and its CUDA graphs serve nothing else: name it in "
+                f"`taps=` when the model is loaded, or load it with enforce_eager=True"
+            )
+        try:
+            mediator.worker.throw(error)
+        except greenlet_error:
+            return
+        except BaseException as thrown:
+            if quiet:
+                return
+            if expected is not None and thrown is error:
+                warnings.warn(expected, stacklevel=2)
+            else:
+                mediator.nnsight_error = deferred(thrown)
+
+
+def _is_location(location: str | None) -> bool:
+    return location is not None and location.rpartition(".")[2] in ("input", "output", "skip")

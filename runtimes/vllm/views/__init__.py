@@ -1,0 +1,1 @@
+"""HuggingFace's modules, acted out over vLLM's."""

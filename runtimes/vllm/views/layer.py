@@ -1,0 +1,62 @@
+"""Decoder layers: vLLM's carry the residual stream as two parts, of which HuggingFace's is the sum."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from .base import Native, TensorView
+
+
+class LayerView(TensorView):
+    """One layer of the stack: the stream before and after it."""
+
+    def __init__(self, path: str, module: torch.nn.Module, interleaver: Any, width: int) -> None:
+        super().__init__(path, module, interleaver, width=width)
+        parameters = list(inspect.signature(type(module).forward).parameters)[1:]
+        self._residual = parameters.index("residual") if "residual" in parameters else None
+
+    def forward(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:
+        tensor = self.taken(args, kwargs)
+        residual = self.residual(args, kwargs)
+        if residual is None:
+            left = self.enter(tensor)
+            if left is not tensor:
+                args, kwargs = self.put(args, kwargs, left)
+        else:
+            self.pair("input", tensor, residual)
+        skipped = self.gate()
+        output = native(*args, **kwargs)
+        if not isinstance(output, tuple):
+            before = output if skipped is None else self.over(output, skipped)
+            return self.leave(before)
+        part, residual = output[:2]
+        if skipped is not None:
+            stream = part + residual
+            self.settle_stream(stream, self.over(stream, skipped), part, residual)
+        self.pair("output", part, residual)
+        return output
+
+    def residual(self, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The second part of the stream as it comes in; the first layer gets none."""
+        if self._residual is None:
+            return None
+        return kwargs.get("residual", args[self._residual] if len(args) > self._residual else None)
+
+    def pair(self, side: str, part: torch.Tensor, residual: torch.Tensor) -> None:
+        """The visit of the stream on one side of the layer; edits land in its two parts."""
+        if not self.wanted(side):
+            self.pass_by(side)
+            return
+        stream = part + residual
+        dress = self.dressed_input if side == "input" else self.dressed
+        value = dress(self.batched(stream))
+        left = self.visit(side, value)
+        if left is not value:
+            undress = self.undressed_input if side == "input" else self.undressed
+            self.settle_stream(stream, self.unbatched(undress(left)), part, residual)
+
+    def call(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return super(TensorView, self).call(native, args, kwargs)

@@ -1,0 +1,65 @@
+"""Norms: vLLM's take the two parts of the residual stream, add them, and give the norm and the sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from interleave.fragments import Placed, Refused
+
+from ..fragments import COPY
+from ..interleaver import EngineInterleaver
+from .base import Native, TensorView
+
+
+class NormView(TensorView):
+    """A norm over the hidden dim, of the stream or of a part of it."""
+
+    def __init__(
+        self,
+        path: str,
+        module: torch.nn.Module,
+        interleaver: EngineInterleaver,
+        *,
+        input: Placed | Refused = COPY,
+        output: Placed | Refused = COPY,
+    ) -> None:
+        weight = getattr(module, "weight", None)
+        width = weight.shape[-1] if isinstance(weight, torch.Tensor) and isinstance(output, Placed) else None
+        super().__init__(path, module, interleaver, input=input, output=output, width=width)
+
+    def forward(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:
+        residual = kwargs.get("residual", args[1] if len(args) > 1 else None)
+        if residual is None:
+            return super().forward(native, args, kwargs)
+        tensor = self.taken(args, kwargs)
+        stream, swapped = self.add(tensor, residual)
+        skipped = self.gate()
+        output, residual = native(tensor, residual)
+        for rows in swapped:
+            residual[rows].copy_(stream[rows])
+        after = self.leave(output if skipped is None else self.over(output, skipped))
+        self.done()
+        return after, residual
+
+    def add(self, tensor: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, list[slice]]:
+        """The visit of the input, the stream, of which vLLM holds the two parts; edits land in these.
+
+        Returns:
+            The stream before the visit, and the rows whose norm is to be taken of something else than the stream.
+        """
+        if not self.wanted("input"):
+            self.pass_by("input")
+            return tensor, []
+        stream = tensor + residual
+        value = self.dressed_input(self.batched(stream))
+        left = self.visit("input", value)
+        if left is value:
+            return stream, []
+        self.settle_stream(stream, self.unbatched(self.undressed_input(left)), tensor, residual)
+        return stream, [span.rows for span in self.interleaver.swapped]
+
+    def skip_shape(self, rows: int) -> tuple[int, ...] | None:
+        return None if isinstance(self.output, Placed) and self.output.layout.exchanges else super().skip_shape(rows)
+
