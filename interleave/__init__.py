@@ -1,6 +1,6 @@
 """Interventions on sharded language models: the block written against one process, on any sharding."""
 
-from .errors import DivergedBlock, InterleaveError, RankDied, ShapeChanged, UnknownLayout, Unshardable
+from .errors import DivergedBlock, InterleaveError, RankDied, ShapeChanged, UnknownLayout, Unserved, Unshardable
 from .load import load, wrap
 from .values import gather, shard
 
@@ -10,6 +10,7 @@ __all__ = [
     "RankDied",
     "ShapeChanged",
     "UnknownLayout",
+    "Unserved",
     "Unshardable",
     "gather",
     "load",

@@ -32,6 +32,10 @@ class Unshardable(InterleaveError, ValueError):
     """
 
 
+class Unserved(UnknownLayout):
+    """The runtime has nothing there that one process would have, or cannot take what a block wants to put there."""
+
+
 class DivergedBlock(InterleaveError, RuntimeError):
     """The ranks of a group did not run the same block: some waited for others that never came.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from boundary.collectives import Group
 
 from . import nnsight_port as port
-from .errors import ShapeChanged, UnknownLayout
+from .errors import ShapeChanged, UnknownLayout, Unserved
 from .late import LateEdits
 from .layout import Layout, Partial, Whole, assemble, cut, same_bits, whole_shape
 
@@ -49,12 +49,37 @@ class Refused:
     def __str__(self) -> str:
         return f"refused: {self.reason}"
 
+    def error(self, location: str) -> UnknownLayout:
+        """What a block that asks for it gets."""
+        return UnknownLayout(unknown(location, self.reason))
+
+
+class Missing(Refused):
+    """A leaf that one process has and this runtime does not compute at all."""
+
+    def error(self, location: str) -> UnknownLayout:
+        return Unserved(missing(location, self.reason))
+
 
 #: A node that stands at every leaf of a value.
 _EVERYWHERE = Refused("everywhere")
 
 #: The layout of a value: one node for all tensors below it, or a node per entry; None is whole.
 Tree = Placed | Refused | tuple["Tree", ...] | Mapping[Any, "Tree"] | None
+
+
+def unknown(location: str, reason: str) -> str:
+    """The text of an `UnknownLayout`: what, where, and what to do."""
+    return (
+        f"`{location}` may be one rank's piece of a larger value, and its layout is not known: {reason}. "
+        f"Read a location whose layout is known (`model.layout(path)` tells), say what it is with "
+        f"`model.declare({location!r}, ...)`, or run this block on one process (tp=1)."
+    )
+
+
+def missing(location: str, reason: str) -> str:
+    """The same for what the runtime does not have."""
+    return f"`{location}` has no value on this runtime: {reason}"
 
 
 class Withheld:
@@ -66,6 +91,9 @@ class Withheld:
 
     __slots__ = ("_location", "_reason", "_value")
 
+    #: What refuses.
+    _kind: ClassVar[type[Refused]] = Refused
+
     #: Questions a withheld object still answers: their answer is the same on every rank.
     _answers = frozenset({"get_seq_length", "get_max_cache_shape", "__len__"})
 
@@ -75,7 +103,7 @@ class Withheld:
         object.__setattr__(self, "_reason", reason)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise UnknownLayout(unknown(self._location, self._reason))
+        raise self._kind(self._reason).error(self._location)
 
     def __getattr__(self, name: str) -> Any:
         if name in self._answers and self._value is not None:
@@ -88,7 +116,7 @@ class Withheld:
         return f"Withheld({self._location}: {self._reason})"
 
     def __reduce__(self) -> tuple:
-        return Withheld, (None, self._location, self._reason)
+        return type(self), (None, self._location, self._reason)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -107,13 +135,23 @@ class Withheld:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = _refuse
 
 
-def unknown(location: str, reason: str) -> str:
-    """The text of an `UnknownLayout`: what, where, and what to do."""
-    return (
-        f"`{location}` may be one rank's piece of a larger value, and its layout is not known: {reason}. "
-        f"Read a location whose layout is known (`model.layout(path)` tells), say what it is with "
-        f"`model.declare({location!r}, ...)`, or run this block on one process (tp=1)."
-    )
+#: What stands behind a stand-in for a value that is nowhere.
+NOTHING = object()
+
+
+class Lacking(Withheld):
+    """What a block finds in place of a leaf that the runtime does not compute.
+
+    Args:
+        location, reason: Of the leaf.
+    """
+
+    __slots__ = ()
+    _kind = Missing
+
+    @classmethod
+    def at(cls, location: str, reason: str) -> Lacking:
+        return cls(NOTHING, location, reason)
 
 
 def reveal(value: Any) -> Any:
@@ -269,7 +307,7 @@ class Fragments(port.Fragments):
         """
         tree = self.layout(location)
         if isinstance(tree, Refused):
-            raise UnknownLayout(unknown(location, tree.reason))
+            raise tree.error(location)
         key = key or location
         leaves: list[Leaf] = []
         passed: list[Any] = []
@@ -342,7 +380,7 @@ class Fragments(port.Fragments):
 
         tree = self.layout(location)
         if isinstance(tree, Refused):
-            raise UnknownLayout(unknown(location, tree.reason))
+            raise tree.error(location)
         return reveal(plan_leaves(whole, tree, cut_leaf))
 
     def withheld(self, location: str, leaf: Any, node: Any) -> Any:

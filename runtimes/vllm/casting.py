@@ -158,18 +158,16 @@ class Casting:
     def norm(self, path: str, module: torch.nn.Module) -> View:
         """A norm; one over the heads of queries or keys has as many rows per token as there are heads on the rank."""
         parent = path.rpartition(".")[0]
-        if parent not in self.fragments.between:
-            return NormView(path, module, self.interleaver)
         fused = self.children(parent).get("qkv_proj")
         shard = {"q_norm": "q", "k_norm": "k"}.get(own_name(path))
-        if fused is None or shard is None or not isinstance(fused, LinearBase):
-            found = Refused(BETWEEN) if self.within_split(path) else COPY
-            return NormView(path, module, self.interleaver, input=found, output=found)
-        layout = parts(fused)[shard].layout
-        if layout is None:
-            return NormView(path, module, self.interleaver)
-        spread = Placed(Shard(-2, replicas=layout.replicas if layout.blocks is None else layout.blocks[0].replicas))
-        return NormView(path, module, self.interleaver, input=spread, output=spread)
+        size = getattr(fused, "head_size", None)
+        if shard is not None and size == module.weight.shape[-1]:  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue, reportOptionalMemberAccess]
+            part = parts(fused)[shard]  # type: ignore[arg-type]
+            heads = getattr(fused, "total_num_heads" if shard == "q" else "total_num_kv_heads")
+            spread = COPY if part.layout is None else Placed(Shard(-2, replicas=replicas(part.layout)))
+            return NormView(path, module, self.interleaver, input=spread, output=spread, heads=heads)
+        found = Refused(BETWEEN) if parent in self.fragments.between and self.within_split(path) else COPY
+        return NormView(path, module, self.interleaver, input=found, output=found)
 
     def within_split(self, path: str) -> bool:
         """Whether a norm inside an attention block works on values that are split: not before the first split."""
@@ -236,3 +234,8 @@ class Casting:
 
 def own_name(path: str) -> str:
     return path.rpartition(".")[2]
+
+
+def replicas(layout: Shard) -> int:
+    """How many consecutive ranks hold the same heads."""
+    return layout.replicas if layout.blocks is None else layout.blocks[0].replicas

@@ -9,8 +9,8 @@ import torch
 
 from interleave import nnsight_port as port
 from interleave.envoy import Envoy
-from interleave.errors import InterleaveError, UnknownLayout
-from interleave.fragments import unknown
+from interleave.errors import InterleaveError, Unserved
+from interleave.fragments import missing
 from interleave.model import describe
 
 from .interleaver import EngineInterleaver
@@ -74,7 +74,7 @@ class EngineEnvoy(Envoy):
             raise InterleaveError(f"`{self.path}` runs in the engine's workers: call it in a trace's block")
         view = interleaver.views.get(self.path)
         if view is None:
-            raise InterleaveError(
+            raise Unserved(
                 f"`{self.path}` is vLLM's own module and computes with the requests of a step: it cannot be called"
             )
         module = view.module
@@ -86,7 +86,7 @@ class EngineEnvoy(Envoy):
 
     @property
     def source(self) -> port.Source:
-        raise UnknownLayout(
+        raise Unserved(
             f"the forward that runs at `{self.path}` is vLLM's and has other operations than HuggingFace's: "
             f"`.raw.source` shows them"
         )
@@ -104,7 +104,7 @@ class EngineLayerEnvoy(EngineEnvoy):
 def absent(name: str) -> property:
     def refuse(self: port.Envoy, *_: Any) -> Any:
         reason = "vLLM's model has no such module"
-        raise UnknownLayout(unknown(f"{self.path}.{name}", reason))
+        raise Unserved(missing(f"{self.path}.{name}", reason))
 
     return property(refuse, refuse)
 
@@ -118,7 +118,7 @@ class AbsentEnvoy(EngineEnvoy):
     raw = absent("raw")
 
     def skip(self, replacement: Any) -> None:
-        raise UnknownLayout(unknown(f"{self.path}.skip", "vLLM's model has no such module"))
+        raise Unserved(missing(f"{self.path}.skip", "vLLM's model has no such module"))
 
 
 def instrument(envoy: port.Envoy, interleaver: EngineInterleaver) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from boundary.collectives import ThreadGroup
 from interleave import nnsight_port as port
-from interleave.errors import InterleaveError
 from interleave.fragments import Fragments, Placed, Refused, Tree
 from interleave.layout import Layout, Snapshot
 
@@ -53,16 +52,6 @@ class EngineFragments(Fragments):
 
     def exchanges(self, location: str) -> bool:
         return any(node.layout.exchanges for node in placed(self.layout(location)))
-
-    def check_writable(self, location: str) -> None:
-        """Raise if the engine cannot take another value than its own here.
-
-        Raises:
-            InterleaveError: With the reason.
-        """
-        reason = self.read_only.get(location)
-        if reason is not None:
-            raise InterleaveError(f"`{location}` can be read and not changed: {reason}")
 
     def hand_on(self, location: str, whole: torch.Tensor, piece: torch.Tensor, placed: Placed) -> torch.Tensor:
         """`piece`: the engine writes over it, so what a block writes into `whole` afterwards has nowhere to go."""

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from interleave import nnsight_port as port
-from interleave.errors import InterleaveError
+from interleave.errors import InterleaveError, Unserved
+from interleave.fragments import Refused
 from interleave.interleaver import Interleaver, Visit, throw
 
 from . import nnsight_port as vllm_port
@@ -68,28 +69,40 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         if request.event is port.Event.VALUE or not isinstance(span, Span):
             return super().answer(request, mediator, visit)
         if request.event is port.Event.SWAP:
-            self.fragments.check_writable(visit.location)
             super().answer(request, mediator, visit)
             self.swapped.append(span)
         else:
-            self.view_of(visit.location).check_skip(request.value, span.size)
+            self.views[visit.location.removesuffix(".skip")].check_skip(request.value, span.size)
             visit.value = self.batcher.gather_skip(visit.value, span, request.value)
         mark_edited(mediator)
         return None
 
-    def view_of(self, gate: str) -> View:
-        """The view whose module is to be skipped.
+    def _reindex_parked(self) -> None:
+        for mediator in list(self.mediators):
+            self.refuse(mediator)
+        super()._reindex_parked()
 
-        Raises:
-            InterleaveError: The module is none of HuggingFace's.
-        """
-        path = gate.removesuffix(".skip")
-        if path not in self.views:
-            raise InterleaveError(
-                f"`{path}` is vLLM's own, and the engine cannot leave it out for one request: skip the module of "
-                f"HuggingFace's that it is part of"
-            )
-        return self.views[path]
+    def refuse(self, mediator: port.Mediator) -> None:
+        """Raise at once, in a block that waits for what will never come; the model need not get there first."""
+        while (request := mediator.pending) is not None and request.provider is not None:
+            refusal = self.refusal(request)
+            if refusal is None:
+                return
+            self.fail(mediator, refusal)
+
+    def refusal(self, request: port.Pending) -> InterleaveError | None:
+        """Why a request cannot be granted, whatever the model computes."""
+        location = request.provider
+        assert location is not None
+        if request.event is port.Event.SKIP:
+            path = location.removesuffix(".skip")
+            view = self.views.get(path)
+            reason = "it is vLLM's own module" if view is None else view.unskippable
+            return None if reason is None else Unserved(f"`{path}` cannot be skipped: {reason}")
+        if request.event is port.Event.SWAP and location in self.fragments.read_only:
+            return Unserved(f"`{location}` can be read and not changed: {self.fragments.read_only[location]}")
+        layout = self.fragments.layout(location)
+        return layout.error(location) if isinstance(layout, Refused) else None
 
     def fail(self, mediator: port.Mediator, error: InterleaveError) -> None:
         """Raise `error` in a block, at the line where it waits; if it does not catch it, its request ends."""
@@ -98,7 +111,6 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         except Exception as raised:
             mediator.pending = None
             mediator.exception = raised
-        self._reindex_parked()
 
     def spans(self) -> list[tuple[port.Mediator, Span]]:
         """The running blocks, and which rows of this step are theirs."""

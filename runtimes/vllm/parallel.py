@@ -178,9 +178,9 @@ def containers(model: torch.nn.Module) -> dict[str, Sides | None]:
         if found is not None and found.rows:
             block = path.rpartition(".")[0]
             inside = f"{block}." if block else ""
-            rows |= {
-                other: Sides(rows=True) for other in modules if other not in ("", path) and other.startswith(inside)
-            }
+            for other in modules:
+                if other not in ("", path) and other.startswith(inside):
+                    rows[other] = Sides(rows=True)
     split = [path for path in rows if known[path] not in (None, Sides(rows=True))]
     if rows and (terms or split):
         raise Unshardable(
@@ -279,8 +279,12 @@ def _qkv_with_indexer(layer: Any) -> dict[ShardId | None, Block]:
 def _latents_and_gate(layer: Any) -> dict[ShardId | None, Block]:
     # The two latents are on every rank; the layer declares each as wide as all copies together.
     degree = layer.tp_size
-    copied = {shard: Block((size // degree,), degree) for shard, size in enumerate(layer.output_sizes[:2])}
-    return copied | {2: Block.split(layer.output_sizes[2], degree)}
+    query, key_value, gate = layer.output_sizes
+    return {
+        0: Block((query // degree,), degree),
+        1: Block((key_value // degree,), degree),
+        2: Block.split(gate, degree),
+    }
 
 
 def _shard(blocks: list[Block], dim: int) -> Shard:

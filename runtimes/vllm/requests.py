@@ -5,8 +5,11 @@ What a block cannot be given whole is an error of its own request: the others go
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
+
+import torch
 
 from greenlet import error as greenlet_error
 
@@ -15,10 +18,15 @@ from interleave.errors import InterleaveError
 from interleave.ranks.raised import Raised
 
 from . import nnsight_port as vllm_port
+from .payload import Arrived, EngineMediator, Tree
 from .rows import Span
 
 #: In a request's extra arguments: whether the head gives logits for every position.
 EVERY_POSITION = "interleave_every_position"
+#: The block that rides a request.
+BLOCK = "interleave_block"
+#: Among a request's saved values: all of them, packed, with what the block changed.
+PACKED = "interleave packed"
 
 
 def deferred(error: BaseException) -> dict[str, Any]:
@@ -27,21 +35,49 @@ def deferred(error: BaseException) -> dict[str, Any]:
     return {**described, "raised": Raised.of(error)}
 
 
+class Request(vllm_port.Request):
+    """One request, with the block that rides it."""
+
+    __slots__ = ()
+
+    def saves(self) -> dict[str, Any]:
+        """What its block saved and changed, packed for the client under :data:`PACKED`."""
+        arrived = None if self.mediator is None else self.mediator.arrived
+        if arrived is None:
+            return {}
+        try:
+            return {PACKED: arrived.answer(super().saves())}
+        except Exception as error:
+            self.error = deferred(error)
+            return {}
+
+
 class Requests(vllm_port.Requests):
-    """The blocks of the engine's requests, on one worker."""
+    """The blocks of the engine's requests, on one worker.
+
+    Args:
+        tree: The model, as blocks refer to it.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        super().__init__()
+        self.tree = tree
 
     def add(self, new_requests: list, persistent_objects: dict) -> None:
-        known = set(self.requests)
-        super().add(new_requests, persistent_objects)
+        """Take the block off each new request, and give it its copies of the installed ones."""
         for data in new_requests:
-            request = self.requests.get(data.req_id)
-            if request is None or data.req_id in known:
-                continue
+            if data.req_id in self.requests:
+                continue  # put aside before, and taken up again
+            request = self.requests[data.req_id] = Request(data.req_id)
             extra = getattr(data.sampling_params, "extra_args", None) or {}
+            self.install(request, extra.get("nnsight_edits"))
+            if BLOCK in extra:
+                try:
+                    request.mediator = Arrived(extra[BLOCK], self.tree).mediator
+                except Exception as error:
+                    request.error = deferred(error)
             for mediator in request.workers():
                 mediator.every_position = extra.get(EVERY_POSITION, True)
-                mediator.edited = False
-                mediator.steps = 0
             if data.num_computed_tokens and request.workers():
                 self.refuse(
                     request,
@@ -49,6 +85,22 @@ class Requests(vllm_port.Requests):
                     f"are not computed and no block can see them. Load the model with enable_prefix_caching=False, or "
                     f"send the prompt with `skip_reading_prefix_cache=True`",
                 )
+
+    def install(self, request: Any, wanted: list[str] | None) -> None:
+        """Give a request its copies of the installed blocks: all of them, or the unnamed and those it names."""
+        if wanted is not None:
+            names = {name for name in self.names.values() if name is not None}
+            unknown = [name for name in wanted if name not in names]
+            if unknown:
+                request.error = deferred(
+                    InterleaveError(f"edits={wanted!r}: none is installed as {unknown!r}; installed are {sorted(names)}")
+                )
+        for number, template in self.templates.items():
+            name = self.names.get(number)
+            if wanted is None or name is None or name in wanted:
+                copy = EngineMediator(template.code, template.glbls, dict(template.lcls))
+                copy.presaved = set(template.presaved)
+                request.copies[number] = copy
 
     def refuse(self, request: Any, text: str) -> None:
         """Make `text` the request's error, and run no block for it."""
@@ -99,6 +151,16 @@ class Requests(vllm_port.Requests):
         for mediator in model.interleaver.mediators:
             mediator.batch_group = Span(mediator.row, 1, self.nrows)
         model.interleaver.batcher.total = self.nrows
+
+    def serve_result(self, mediator: Any, output: Any) -> None:
+        """A generation's result, as transformers gives it: the ids of the prompt and of what was generated."""
+        if mediator is None or not mediator.alive or mediator.pending is None or mediator.pending.provider != "result":
+            return
+        completion = output.outputs[0]
+        ids = torch.tensor([[*output.prompt_token_ids, *completion.token_ids]])
+        with contextlib.suppress(greenlet_error):
+            mediator.handle("result", ids)
+            self.record(mediator)
 
     def record(self, mediator: Any) -> None:
         error = mediator.exception

@@ -14,6 +14,7 @@ from . import nnsight_port as vllm_port
 from .fragments import EngineFragments
 from .interleaver import EngineInterleaver
 from .model import EngineModel
+from .payload import Tree
 from .requests import Requests
 from .rows import RowBatcher
 
@@ -41,7 +42,7 @@ class Runner(vllm_port.NNsightGPUModelRunner):
         interleaver = EngineInterleaver(taps, fragments=fragments, agreement=agreement)
         self.nnsight_model = EngineModel.over(self.get_model(), tokenizer, interleaver, self.model_config)
         interleaver.batcher = RowBatcher()
-        self.nnsight_requests = Requests()
+        self.nnsight_requests = Requests(Tree(self.nnsight_model))
         self.nnsight_persistent_objects = self.nnsight_model._remoteable_persistent_objects()
 
     def interleave_layouts(self) -> dict[str, Any]:

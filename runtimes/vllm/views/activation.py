@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 
-from interleave.fragments import Placed, Refused
+from interleave.fragments import Missing, Placed, Refused
 
 from ..interleaver import EngineInterleaver
 from .base import Native, TensorView
@@ -31,7 +31,7 @@ class ActivationView(TensorView):
         self, path: str, module: torch.nn.Module, interleaver: EngineInterleaver, gate: Placed | Refused, width: int
     ) -> None:
         self.function = function(module)
-        output = gate if self.function is not None else Refused("vLLM multiplies within the activation")
+        output = gate if self.function is not None else Missing("vLLM multiplies within the activation")
         super().__init__(path, module, interleaver, input=gate, output=output, width=width)
 
     def forward(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interleave import nnsight_port as port
-from interleave.errors import InterleaveError, ShapeChanged
-from interleave.fragments import Placed, Refused, Tree
+from interleave.errors import InterleaveError, ShapeChanged, Unserved
+from interleave.fragments import Missing, Placed, Refused, Tree, missing
 from interleave.layout import same_bits
 
 from ..fragments import COPY, EngineFragments
@@ -35,6 +35,25 @@ Native = Callable[..., Any]
 MAIN = ("hidden_states", "x", "hidden_state", "input_", "input_ids", "inputs", "query")
 
 
+class Keywords(dict):
+    """Keyword arguments of HuggingFace's, of which vLLM's module has the main one only."""
+
+    def __init__(self, path: str, known: dict[str, Any] | None = None) -> None:
+        super().__init__(known or {})
+        self.path = path
+
+    def __missing__(self, name: str) -> Any:
+        raise Unserved(missing(f"{self.path}.inputs[1][{name!r}]", "vLLM's module takes no such argument"))
+
+    def __copy__(self) -> Keywords:
+        return Keywords(self.path, self)
+
+    copy = __copy__
+
+    def __reduce__(self) -> tuple:
+        return Keywords, (self.path, dict(self))
+
+
 class View:
     """What HuggingFace's module at `path` shows, and what `module`, vLLM's, computes.
 
@@ -44,10 +63,15 @@ class View:
         interleaver: Serves the visits.
     """
 
+    #: Why a block cannot skip the module; None if it can.
+    unskippable: str | None = None
+
     def __init__(self, path: str, module: torch.nn.Module, interleaver: EngineInterleaver) -> None:
         self.path = path
         self.module = module
         self.interleaver = interleaver
+        #: Whether a block changed the value in the visit that was last.
+        self.changed = False
         self._locations = {side: f"{path}.{side}" for side in ("input", "skip", "output")}
 
     @property
@@ -64,7 +88,7 @@ class View:
         Raises:
             InterleaveError: The engine cannot run it apart from a step.
         """
-        raise InterleaveError(
+        raise Unserved(
             f"`{self.path}` cannot be called from a block: in a serving engine it computes with the requests of a step"
         )
 
@@ -78,6 +102,7 @@ class View:
 
     def visit(self, side: str, value: Any) -> Any:
         """Serve `value`, of HuggingFace's structure; the very object if nobody changed it."""
+        self.changed = False
         return self.interleaver.handle(self._locations[side], value)
 
     def gate(self) -> Skipped | None:
@@ -94,7 +119,7 @@ class View:
 
     def refuse(self, side: str, reason: str) -> None:
         """Say why the engine has no value of HuggingFace's there."""
-        self.place(side, Refused(reason))
+        self.place(side, Missing(reason))
 
     def check_skip(self, replacement: Any, rows: int) -> None:
         """Raise, at the line of the `.skip`, unless the engine can put `replacement` there, for a request of `rows`.
@@ -102,7 +127,6 @@ class View:
         Raises:
             InterleaveError: It has another structure or shape than the module's output.
         """
-        raise InterleaveError(f"`{self.path}` cannot be skipped in a serving engine")
 
     # -- what blocks did -------------------------------------------------------------------------------------
 
@@ -113,9 +137,11 @@ class View:
         own = tensor[:rows]
         left = left.to(tensor.dtype)
         swapped = self.interleaver.swapped
+        self.changed = bool(swapped)
         for mediator, span in self.interleaver.spans():
             if span not in swapped and not same_bits(own[span.rows].contiguous(), left[span.rows].contiguous()):
                 mark_edited(mediator)
+                self.changed = True
                 own[span.rows].copy_(left[span.rows])
         if not swapped:
             return tensor
@@ -170,7 +196,9 @@ class TensorView(View):
 
     def dressed_input(self, tensor: Any) -> tuple[tuple, dict[str, Any]]:
         """(args, kwargs) of HuggingFace's module."""
-        return ((tensor,), {}) if self.keyword is None else ((), {self.keyword: tensor})
+        if self.keyword is None:
+            return (tensor,), Keywords(self.path)
+        return (), Keywords(self.path, {self.keyword: tensor})
 
     def undressed_input(self, value: tuple[tuple, dict[str, Any]]) -> torch.Tensor:
         args, kwargs = value
@@ -234,6 +262,7 @@ class TensorView(View):
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
         """The visit of the input."""
+        self.changed = False
         if not self.wanted("input"):
             self.pass_by("input")
             return tensor
@@ -298,6 +327,6 @@ class TensorView(View):
         value = self.fragments.split(self._locations["input"], self.dressed_input(whole), f"{key}/in")
         tensor = self.undressed_input(value)
         flat = tensor.reshape(-1, tensor.shape[-1])
-        result = self.picked(native(**{self.main: flat}))
+        result = self.picked(native(flat) if self._place_of_main == 0 else native(**{self.main: flat}))
         output = self.dressed(result.reshape(*tensor.shape[:-1], *result.shape[1:]))
         return self.fragments.whole(self._locations["output"], output, key)[0]

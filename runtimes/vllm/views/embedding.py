@@ -22,6 +22,10 @@ class EmbeddingView(TensorView):
         output: Placed | Refused = COPY if found is None else node(found.output, found.axis)
         super().__init__(path, module, interleaver, output=output, width=getattr(module, "embedding_dim", None))
 
+    def batched(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = super().batched(tensor)
+        return tensor if tensor.is_floating_point() else tensor.long()
+
     def settle(self, tensor: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
         # The ids are the engine's own, and it keeps them: an edit of them is for this module.
         return super().settle(tensor if tensor.is_floating_point() else tensor.clone(), left)

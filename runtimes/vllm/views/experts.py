@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from interleave.errors import InterleaveError
-from interleave.fragments import Refused
+from interleave.errors import Unserved
+from interleave.fragments import Lacking, Missing
 from interleave.layout import same_bits
 
 from ..fragments import COPY, node
@@ -40,8 +40,8 @@ class ExpertsView(FlatView):
         found = sides(module, path)
         output = COPY if found is None else node(found.output, found.axis)
         if getattr(module, "_shared_experts", None) is not None:
-            output = Refused("vLLM's experts add the shared experts' output to it; the block's output is their sum")
-        super().__init__(path, module, interleaver, input=Refused(ROUTING), output=output, width=width)
+            output = Missing("vLLM's experts add the shared experts' output to it; the block's output is their sum")
+        super().__init__(path, module, interleaver, input=Missing(ROUTING), output=output, width=width)
 
 
 class RouterView(LinearView, FlatView):
@@ -53,6 +53,7 @@ class RouterView(LinearView, FlatView):
     """
 
     described_output = "(logits, weights, indices)"
+    unskippable = ROUTING
 
     def __init__(
         self,
@@ -89,17 +90,16 @@ class RouterView(LinearView, FlatView):
         weights, indices = self.experts.router.select_experts(
             hidden_states=self._rows, router_logits=tensor.clone(), topk_indices_dtype=torch.int64
         )
-        value = (tensor[:total], weights[:total].to(tensor.dtype), indices[:total].long())
+        weights, order = weights[:total].sort(dim=-1, descending=True, stable=True)
+        indices = indices[:total].gather(-1, order)
+        value = (tensor[:total], weights.to(tensor.dtype), indices)
         left = self.visit("output", value)
         if left is not value:
             for mediator, span in self.interleaver.spans():
                 if any(not same_bits(a[span.rows], b[span.rows]) for a, b in zip(value, left, strict=True)):
-                    error = InterleaveError(f"`{self._locations['output']}` can be read and not changed: {ROUTING}")
+                    error = Unserved(f"`{self._locations['output']}` can be read and not changed: {ROUTING}")
                     self.interleaver.fail(mediator, error)
         return tensor
-
-    def check_skip(self, replacement: Any, rows: int) -> None:
-        raise InterleaveError(f"`{self.path}` cannot be skipped: {ROUTING}")
 
 
 class TupleBlockView(TensorView):
@@ -108,11 +108,9 @@ class TupleBlockView(TensorView):
     described_output = "(output, router weights)"
 
     def dressed(self, tensor: Any) -> Any:
-        from interleave.fragments import Withheld
-
         if not isinstance(tensor, torch.Tensor):
             return tensor, None
-        return tensor, Withheld(None, f"{self.path}.output[1]", "the router's weights are the router's `output[1]`")
+        return tensor, Lacking.at(f"{self.path}.output[1]", "the router's weights are the router's `output[1]`")
 
     def undressed(self, value: Any) -> torch.Tensor:
         return value[0]

@@ -13,7 +13,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from interleave import nnsight_port as port
-from interleave.fragments import Withheld
+from interleave.fragments import Lacking
 
 from ..fragments import COPY
 from ..interleaver import EngineInterleaver
@@ -27,6 +27,7 @@ class StackView(TensorView):
     """The model without its head: ids in, the hidden states of all rows out."""
 
     keyword = "input_ids"
+    unskippable = "the engine's other requests need it"
     described_output = "a BaseModelOutputWithPast"
 
     def __init__(self, path: str, module: torch.nn.Module, interleaver: EngineInterleaver, head: HeadView | None) -> None:
@@ -37,11 +38,15 @@ class StackView(TensorView):
     def dressed(self, tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        cache: Any = Withheld(None, f"{self.path}.output.past_key_values", PAGED)
+        cache: Any = Lacking.at(f"{self.path}.output.past_key_values", PAGED)
         return BaseModelOutputWithPast(last_hidden_state=tensor, past_key_values=cache)  # type: ignore[arg-type]
 
     def undressed(self, value: Any) -> torch.Tensor:
         return value["last_hidden_state"]
+
+    def batched(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = super().batched(tensor)
+        return tensor if tensor.is_floating_point() else tensor.long()
 
     def picked(self, output: Any) -> torch.Tensor:
         return output[0] if isinstance(output, tuple) else output
@@ -62,9 +67,6 @@ class StackView(TensorView):
         if self.head is not None:
             self.head.states = left
         return left
-
-    def check_skip(self, replacement: Any, rows: int) -> None:
-        super(TensorView, self).check_skip(replacement, rows)
 
     def call(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:
         return super(TensorView, self).call(native, args, kwargs)
@@ -103,7 +105,7 @@ class HeadView(TensorView):
         super().__init__(path, module, interleaver, width=getattr(processor, "org_vocab_size", None))
         self.processor = processor
         self.result = f"{root}.output"
-        self.fragments.tree[self.result] = {"logits": COPY}
+        self.fragments.tree[self.result] = self.fragments.tree["result"] = {"logits": COPY}
         self.states: torch.Tensor | None = None
 
     def forward(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -112,19 +114,20 @@ class HeadView(TensorView):
         blocks = self.waiting()
         states, self.states = self.states, None
         if not blocks or states is None or not isinstance(logits, torch.Tensor):
-            for location in (*self._locations.values(), self.result):
+            for location in (*self._locations.values(), self.result, "result"):
                 self.interleaver.pass_by(location)
             return logits
         return self.act(blocks, states, logits)
 
     def waiting(self) -> list[port.Mediator]:
         """The blocks that want something of the head's."""
-        locations = {*self._locations.values(), self.result}
+        locations = {*self._locations.values(), self.result, "result"}
         keeping = {id(mediator) for place in locations for mediator, *_ in self.interleaver.observers.get(place, ())}
         return [
             mediator
             for mediator, _ in self.interleaver.spans()
             if id(mediator) in keeping or (mediator.pending is not None and mediator.pending.provider in locations)
+            if every_position(mediator) or mediator.pending is None or mediator.pending.provider != "result"
         ]
 
     def act(self, blocks: list[port.Mediator], states: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -163,13 +166,15 @@ class HeadView(TensorView):
         before = self.logits(left)
         after = self.leave(before if skipped is None else self.over(before, skipped))
         after = self.scaled(after)
-        if not self.interleaver.wanted(self.result):
-            self.interleaver.pass_by(self.result)
-            return after
-        cache: Any = Withheld(None, f"{self.result}.past_key_values", PAGED)
-        value = CausalLMOutputWithPast(logits=after[None], past_key_values=cache)  # type: ignore[arg-type]
-        result = self.interleaver.handle(self.result, value)
-        return after if result is value else self.settle(after, result["logits"][0])
+        for location in (self.result, "result"):
+            if not self.interleaver.wanted(location):
+                self.interleaver.pass_by(location)
+                continue
+            cache: Any = Lacking.at(f"{location}.past_key_values", PAGED)
+            value = CausalLMOutputWithPast(logits=after[None], past_key_values=cache)  # type: ignore[arg-type]
+            left = self.interleaver.handle(location, value)
+            after = after if left is value else self.settle(after, left["logits"][0])
+        return after
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What HuggingFace's head gives: whole, and without the vocabulary's padding. Every rank calls."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from interleave.fragments import Placed, Refused
+from interleave.fragments import Missing, Placed, Refused
 
 from ..fragments import COPY, node
 from ..interleaver import EngineInterleaver
@@ -23,7 +23,7 @@ class LinearView(TensorView):
         input: Placed | Refused = COPY if found is None else node(found.input, found.axis)
         output: Placed | Refused = COPY if found is None else node(found.output, found.axis)
         if getattr(module, "skip_bias_add", False) and getattr(module, "bias", None) is not None:
-            output = Refused("vLLM adds this linear's bias later, in another operation")
+            output = Missing("vLLM adds this linear's bias later, in another operation")
         super().__init__(path, module, interleaver, input=input, output=output, width=getattr(module, "output_size", None))
 
     def picked(self, output: Any) -> torch.Tensor:
@@ -45,21 +45,22 @@ class PartView(TensorView):
         self.fused = fused
         self.columns = slice(part.start, part.start + part.width)
 
-    def play(self, native: Native, tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    def play(self, native: Native, tensor: torch.Tensor, output: torch.Tensor, later: slice) -> None:
         """Visit this linear, given the fused one's input and output; edits land in `output`.
 
-        Returns:
-            The input for the linears that come after it: they share the tensor.
+        Args:
+            later: The columns of the linears that come after it. They share the input, so what is written into it
+                is for them too; a replacement is not.
         """
         left = self.enter(tensor)
-        if left is not tensor:
-            output[:, self.columns].copy_(self.fused.picked(native(left))[:, self.columns])
+        if self.changed:
+            own = self.columns if left is not tensor else slice(self.columns.start, later.stop)
+            output[:, own].copy_(self.fused.picked(native(left))[:, own])
         skipped = self.gate()
         own = output[:, self.columns]
         after = self.leave(own if skipped is None else self.over(own, skipped))
         if after is not own:
             own.copy_(after)
-        return tensor
 
     def call(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:
         def part(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -117,6 +118,6 @@ class FusedLinearView(LinearView):
         native, tensor, output = self._running
         _, scene = self._coming.pop(0)
         for part in scene:
-            part.play(native, tensor, output)
+            part.play(native, tensor, output, slice(part.columns.stop, output.shape[-1]))
         if not self._coming:
             self._running = None

@@ -14,7 +14,11 @@ from .base import Native, TensorView
 
 
 class NormView(TensorView):
-    """A norm over the hidden dim, of the stream or of a part of it."""
+    """A norm over the last dim: of the stream, of a part of it, or of each head.
+
+    Args:
+        heads: How many heads all ranks have, if it is one over the heads of queries or keys.
+    """
 
     def __init__(
         self,
@@ -24,7 +28,9 @@ class NormView(TensorView):
         *,
         input: Placed | Refused = COPY,
         output: Placed | Refused = COPY,
+        heads: int | None = None,
     ) -> None:
+        self.heads = heads
         weight = getattr(module, "weight", None)
         width = weight.shape[-1] if isinstance(weight, torch.Tensor) and isinstance(output, Placed) else None
         super().__init__(path, module, interleaver, input=input, output=output, width=width)
@@ -61,5 +67,6 @@ class NormView(TensorView):
         return stream, [span.rows for span in self.interleaver.swapped]
 
     def skip_shape(self, rows: int) -> tuple[int, ...] | None:
-        return None if isinstance(self.output, Placed) and self.output.layout.exchanges else super().skip_shape(rows)
-
+        if self.width is None:
+            return None
+        return (1, rows, self.width) if self.heads is None else (1, rows, self.heads, self.width)
