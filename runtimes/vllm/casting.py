@@ -14,9 +14,10 @@ from interleave import nnsight_port as port
 from interleave.fragments import Placed, Refused
 from interleave.layout import Shard
 
+from .architectures import CHECKED, UNCHECKED, exceptions
 from .fragments import BETWEEN, COPY, node
 from .interleaver import EngineInterleaver
-from .names import Original, PartOf
+from .names import Original, PartOf, TiedHead
 from .parallel import parts, sides
 from .views.activation import ActivationView
 from .views.attention import AttentionView
@@ -38,9 +39,14 @@ class Casting:
         root: The envoy of vLLM's whole model, HuggingFace's names grafted in.
         original: HuggingFace's model.
         width: The size of the hidden dim.
+        architecture: vLLM's name of it.
+        unchecked: Whether names are served even if the architecture was never compared with transformers.
     """
 
-    def __init__(self, root: port.Envoy, original: Original, width: int) -> None:
+    def __init__(
+        self, root: port.Envoy, original: Original, width: int, architecture: str, unchecked: bool = False
+    ) -> None:
+        self.architecture, self.unchecked = architecture, unchecked
         self.root = root
         self.original = original
         self.width = width
@@ -67,6 +73,8 @@ class Casting:
             if isinstance(module, PartOf):
                 self.views[path] = self.part(path, module)
         self.arrange()
+        self.restore_order()
+        self.admit()
         around = {path: view for path, view in self.views.items() if not isinstance(view, PartView | HeadView)}
         return around | self.heads
 
@@ -81,6 +89,17 @@ class Casting:
                     if found is not None and isinstance(found.input, Shard):
                         return parent
         return path
+
+    def admit(self) -> None:
+        """Refuse what was found to be otherwise than HuggingFace's, or was never compared."""
+        for path, view in self.views.items():
+            if self.architecture not in CHECKED and not self.unchecked:
+                view.withdraw(UNCHECKED)
+                continue
+            name = self.hf_name(path)
+            for side in ("input", "output"):
+                for part, reason in exceptions(self.architecture, name or "", side).items():
+                    view.withdraw(reason, side, part)
 
     def hf_name(self, path: str) -> str | None:
         """HuggingFace's name of vLLM's module."""
@@ -103,10 +122,15 @@ class Casting:
         own = path.rpartition(".")[2]
         if path == self.root.path:
             return RootView(path, module, self.interleaver, None)
-        if isinstance(module, ParallelLMHead | LogitsProcessor | PartOf):
+        if isinstance(module, ParallelLMHead | LogitsProcessor | PartOf | TiedHead):
             return None
         if isinstance(module, VocabParallelEmbedding):
-            return EmbeddingView(path, module, self.interleaver)
+            view = EmbeddingView(path, module, self.interleaver)
+            name = self.hf_name(path)
+            if name is None or self.original.classes[name] is not torch.nn.Embedding:
+                view.refuse("output", "HuggingFace's embedding does more than looking up, vLLM does that elsewhere")
+                view.unskippable = "vLLM computes a part of HuggingFace's embedding elsewhere"
+            return view
         if isinstance(module, MoERunnerInterface):
             return ExpertsView(path, module, self.interleaver, self.width)
         if isinstance(module, LinearBase):
@@ -127,11 +151,13 @@ class Casting:
             return StackView(path, module, self.interleaver, None)
         if self.is_layer(parent):
             if any(isinstance(child, AttentionLayerBase) for child in module.modules()):
-                return AttentionView(path, module, self.interleaver, width=self.width)
+                view = AttentionView(path, module, self.interleaver, width=self.width)
+                view.gives_weights = self.original.gives_weights
+                return view
             if self.original.returns_pair(name):
                 return TupleBlockView(path, module, self.interleaver, width=self.width)
             return self.block(path, module)
-        if any(own in ("shared_expert", "shared_experts") for own in (own,)):
+        if own in ("shared_expert", "shared_experts"):
             return self.block(path, module)
         return None
 
@@ -193,6 +219,8 @@ class Casting:
         root = self.root.path
         processor = next((p for p, m in self.modules.items() if isinstance(m, LogitsProcessor)), None)
         module = self.modules[root]._modules.get("lm_head")
+        if isinstance(module, TiedHead):
+            module = next((m for m in self.modules.values() if isinstance(m, VocabParallelEmbedding)), None)
         if processor is None or module is None:
             return
         view = HeadView(f"{root}.lm_head", module, self.interleaver, self.modules[processor], root)
@@ -211,15 +239,38 @@ class Casting:
             siblings = {
                 own_name(p): v
                 for p, v in self.views.items()
-                if p.rpartition(".")[0] == parent and isinstance(v, NormView | ActivationView)
+                if p.rpartition(".")[0] == parent and isinstance(v, TensorView) and v is not view
             }
             own = [v for v in self.views.values() if isinstance(v, PartView) and v.fused is view]
             view.arrange(own, self.original.order(name) if name is not None else [], siblings)
 
+    def restore_order(self) -> None:
+        """Tell linears which linears of the same input HuggingFace runs before them; and which of vLLM's modules run
+        before others that share their input, and after them in HuggingFace's model."""
+        for path, view in self.views.items():
+            parent, _, own = path.rpartition(".")
+            name = self.hf_name(parent) if parent in self.modules else None
+            if isinstance(view, LinearView) and name is not None:
+                twins, order = self.original.twins(name), self.original.order(name)
+                if own in order and own in twins:
+                    for other in order[: order.index(own)]:
+                        found = self.views.get(f"{parent}.{other}")
+                        if twins.get(other) == twins[own] and isinstance(found, LinearView):
+                            view.earlier.append(found)
+            if isinstance(view, NormView) and name is not None:
+                taker = self.views.get(f"{parent}.{self.original.takers(name).get(own)}")
+                view.taken_by = taker if isinstance(taker, LinearView) else None
+            if own in ("shared_expert", "shared_experts"):
+                for inner, other in self.views.items():
+                    if inner == path or inner.startswith(f"{path}."):
+                        other.private = True
+
     def is_layer(self, path: str) -> bool:
         stack, _, number = path.rpartition(".")
-        return number.isdigit() and isinstance(self.modules.get(stack), torch.nn.ModuleList) and self.is_stack(
-            stack.rpartition(".")[0]
+        return (
+            number.isdigit()
+            and isinstance(self.modules.get(stack), torch.nn.ModuleList)
+            and self.is_stack(stack.rpartition(".")[0])
         )
 
     def is_stack(self, path: str) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from vllm.forward_context import is_forward_context_available
 
 from interleave import nnsight_port as port
 from interleave.envoy import Envoy
@@ -15,6 +17,7 @@ from interleave.model import describe
 
 from .interleaver import EngineInterleaver
 from .names import Absent, PartOf
+from .views.base import View
 
 
 class Raw:
@@ -77,6 +80,10 @@ class EngineEnvoy(Envoy):
             raise Unserved(
                 f"`{self.path}` is vLLM's own module and computes with the requests of a step: it cannot be called"
             )
+        if view.needs_step and not is_forward_context_available():
+            raise Unserved(
+                f"`{self.path}` can be called while the engine runs the model, and that is over in this step"
+            )
         module = view.module
         interleaver.interleaving = False
         try:
@@ -127,21 +134,19 @@ def instrument(envoy: port.Envoy, interleaver: EngineInterleaver) -> None:
     if view is not None:
         state = port.install_controller(envoy)
         state.register(interleaver, f"{envoy.path}.raw" if envoy.path in interleaver.views else envoy.path)
-        surround(state, view, interleaver)
+        surround(state, view, interleaver, envoy._module)
 
 
-def surround(state: Any, view: Any, interleaver: EngineInterleaver) -> None:
+def surround(state: Any, view: View, interleaver: EngineInterleaver, module: torch.nn.Module) -> None:
     """Make the module's body the view's, in a step with blocks."""
     native: Callable[..., Any] = state.body
+    view.native = partial(native, module)
 
     def body(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (interleaver.interleaving and interleaver.busy):
             return native(module, *args, **kwargs)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return native(module, *args, **kwargs)
-
-        return view.forward(run, args, kwargs)
+        return view.forward(view.native, args, kwargs)
 
     state.body = body
 

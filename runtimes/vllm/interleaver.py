@@ -37,9 +37,13 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         views: Path -> the view that acts HuggingFace's module out there.
         around: Path -> the view that stands around the forward of vLLM's module there.
         swapped: The rows that were replaced, not written into, in the visit that was served last.
+        step: Counts the engine's steps.
     """
 
     fragments: EngineFragments  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    #: The engine's other requests have nothing to do with it, whatever it is.
+    thrown = (Exception,)
 
     def __init__(
         self, taps: Iterable[str] = (), *, fragments: EngineFragments, agreement: Agreement | None = None
@@ -49,7 +53,12 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         self.views: dict[str, View] = {}
         self.around: dict[str, View] = {}
         self.swapped: list[Span] = []
+        self.step = 0
         self.defer_exceptions = True
+
+    def __enter__(self) -> Interleaver:
+        self.step += 1
+        return super().__enter__()
 
     def wanted(self, location: str) -> bool:
         """Whether somebody waits at `location`, a cache keeps it, or a graph is to serve it."""
@@ -64,8 +73,20 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
             self.swapped = []
         return super().handle(provider, value)
 
+    def visited(self, location: str, value: Any) -> Any:
+        """`handle` for a view: whatever goes wrong there is the blocks' and their requests', never the engine's."""
+        try:
+            return self.handle(location, value)
+        except Exception as error:
+            for mediator, _ in self.spans():
+                if mediator.alive and mediator.exception is None and touched(mediator, location):
+                    mediator.pending, mediator.exception = None, error
+            self._reindex_parked()
+            return value
+
     def answer(self, request: port.Pending, mediator: port.Mediator, visit: Visit) -> Any:
         span = mediator.batch_group
+        mediator.last = visit.location  # type: ignore[attr-defined]
         if request.event is port.Event.VALUE or not isinstance(span, Span):
             return super().answer(request, mediator, visit)
         if request.event is port.Event.SWAP:
@@ -119,6 +140,13 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
     def fresh(self) -> bool:
         """Never: a step of the engine continues the steps before it."""
         return False
+
+
+def touched(mediator: port.Mediator, location: str) -> bool:
+    """Whether the block was at `location` last."""
+    return getattr(mediator, "last", None) == location or (
+        mediator.pending is not None and mediator.pending.provider == location
+    )
 
 
 def mark_edited(mediator: port.Mediator) -> None:

@@ -35,7 +35,10 @@ def load(request: LoadRequest) -> Any:
     if request.dtype is not None:
         options["dtype"] = request.dtype
     additional = dict(options.pop("additional_config", None) or {})
-    options["additional_config"] = {**additional, "interleave": {"limit": request.limit}}
+    options["additional_config"] = {
+        **additional,
+        "interleave": {"limit": request.limit, "unchecked": options.pop("unchecked", False)},
+    }
     return EngineModel(request, options)
 
 

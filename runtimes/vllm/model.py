@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
-from vllm.config import set_current_vllm_config
+from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -62,18 +62,24 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
 
     @classmethod
     def over(
-        cls, module: torch.nn.Module, tokenizer: Any, interleaver: EngineInterleaver, config: Any
+        cls,
+        module: torch.nn.Module,
+        tokenizer: Any,
+        interleaver: EngineInterleaver,
+        config: ModelConfig,
+        unchecked: bool = False,
     ) -> EngineModel:
         """The tree in a worker, over the model that vLLM loaded there."""
         refuse_unknown(module)
-        original = Original(config.hf_config)
+        original = Original.of(config)
         graft(module, original)
         model = cls.__new__(cls)
         model.__dict__.update(
             _persistent_id="Envoy:model", tokenizer=tokenizer, vllm_entrypoint=None, dispatched=True, args=(), kwargs={}
         )
         port.Envoy.__init__(model, module, interleaver=interleaver)
-        interleaver.around = Casting(model, original, config.get_hidden_size()).cast()
+        casting = Casting(model, original, config.get_hidden_size(), config.architecture, unchecked)
+        interleaver.around = casting.cast()
         for envoy in model.modules():
             instrument(envoy, interleaver)
         return model
@@ -91,7 +97,7 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         kinds = config.model_config
         self._graph_unsafe_prefill = bool(kinds.is_hybrid or kinds.is_attention_free)
         self.tokenizer = None if kinds.skip_tokenizer_init else cached_tokenizer_from_config(kinds)
-        graft(model, Original(kinds.hf_config))
+        graft(model, Original.of(kinds))
         return model
 
     def _ask(self, method: str, *args: Any) -> list[Any]:
@@ -114,9 +120,7 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         for name in OF_FORWARD:
             options.pop(name, None)
         options = {"max_tokens": 1, **sampling(options)}
-        return super().trace(
-            *inputs, *prompts, tracer_cls=tracer_cls or EngineTracer, backend=backend, **options
-        )
+        return super().trace(*inputs, *prompts, tracer_cls=tracer_cls or EngineTracer, backend=backend, **options)
 
     def generate(self, *inputs: Any, **options: Any) -> Any:
         """Generate, in a trace when used in a `with`; else vLLM's request outputs. vLLM's sampling parameters.
@@ -161,7 +165,9 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         edits = self._edit_names(options.pop("edits", None))
         self._check_options(options)
         blocks = [mediator for mediator in self.interleaver.mediators if mediator.batch_group is not None]
-        if any(m.batch_group is None and m.node is not None and port.skippable(m.node) for m in self.interleaver.mediators):
+        if any(
+            m.batch_group is None and m.node is not None and port.skippable(m.node) for m in self.interleaver.mediators
+        ):
             raise InterleaveError("an invoke without a prompt has no request to run in: give it a prompt")
         tree = Tree(self)
         blocks = [block for block, count in zip(blocks, self._counts, strict=True) for _ in range(count)]

@@ -93,7 +93,9 @@ class Requests(vllm_port.Requests):
             unknown = [name for name in wanted if name not in names]
             if unknown:
                 request.error = deferred(
-                    InterleaveError(f"edits={wanted!r}: none is installed as {unknown!r}; installed are {sorted(names)}")
+                    InterleaveError(
+                        f"edits={wanted!r}: none is installed as {unknown!r}; installed are {sorted(names)}"
+                    )
                 )
         for number, template in self.templates.items():
             name = self.names.get(number)

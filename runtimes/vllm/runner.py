@@ -40,7 +40,9 @@ class Runner(vllm_port.NNsightGPUModelRunner):
         if not self.model_config.skip_tokenizer_init:
             tokenizer = cached_tokenizer_from_config(self.model_config)
         interleaver = EngineInterleaver(taps, fragments=fragments, agreement=agreement)
-        self.nnsight_model = EngineModel.over(self.get_model(), tokenizer, interleaver, self.model_config)
+        self.nnsight_model = EngineModel.over(
+            self.get_model(), tokenizer, interleaver, self.model_config, wanted.get("unchecked", False)
+        )
         interleaver.batcher = RowBatcher()
         self.nnsight_requests = Requests(Tree(self.nnsight_model))
         self.nnsight_persistent_objects = self.nnsight_model._remoteable_persistent_objects()

@@ -51,7 +51,7 @@ class ActivationView(TensorView):
                 activated = after
         else:
             self.leave(gate)
-        self.done()
+        self.done(gate)
         return native(fused) if activated is None else activated * up
 
     def call(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from interleave.fragments import Lacking
+
 from .base import Native, TensorView
 
 
@@ -15,8 +17,13 @@ class AttentionView(TensorView):
     keyword = "hidden_states"
     described_output = "(output, None)"
 
+    #: Whether HuggingFace's block gives its weights, the way transformers loads the model by default.
+    gives_weights = False
+
     def dressed(self, tensor: Any) -> Any:
-        return tensor, None
+        if not self.gives_weights or not isinstance(tensor, torch.Tensor):
+            return tensor, None
+        return tensor, Lacking.at(f"{self.path}.output[1]", "the engine's attention never holds its weights")
 
     def undressed(self, value: Any) -> torch.Tensor:
         return value[0]

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
 
 from interleave import nnsight_port as port
 from interleave.errors import InterleaveError, ShapeChanged, Unserved
@@ -27,7 +28,7 @@ from ..interleaver import EngineInterleaver, mark_edited
 from ..rows import Skipped
 
 if TYPE_CHECKING:
-    from .linear import FusedLinearView
+    from .linear import FusedLinearView, LinearView
 
 Native = Callable[..., Any]
 
@@ -70,8 +71,13 @@ class View:
         self.path = path
         self.module = module
         self.interleaver = interleaver
-        #: Whether a block changed the value in the visit that was last.
+        #: Whether a block changed the value in the visit that was last, and the tensor with what was written into it.
         self.changed = False
+        self.shared: torch.Tensor | None = None
+        #: Whether HuggingFace's other modules are done with this one's input, and vLLM's may not be.
+        self.private = False
+        #: vLLM's own forward.
+        self.native: Native | None = None
         self._locations = {side: f"{path}.{side}" for side in ("input", "skip", "output")}
 
     @property
@@ -92,6 +98,11 @@ class View:
             f"`{self.path}` cannot be called from a block: in a serving engine it computes with the requests of a step"
         )
 
+    @cached_property
+    def needs_step(self) -> bool:
+        """Whether the module computes with what vLLM keeps about the step that runs."""
+        return any(isinstance(module, MoERunnerInterface) for module in self.module.modules())
+
     # -- visits ----------------------------------------------------------------------------------------------
 
     def wanted(self, side: str) -> bool:
@@ -103,7 +114,7 @@ class View:
     def visit(self, side: str, value: Any) -> Any:
         """Serve `value`, of HuggingFace's structure; the very object if nobody changed it."""
         self.changed = False
-        return self.interleaver.handle(self._locations[side], value)
+        return self.interleaver.visited(self._locations[side], value)
 
     def gate(self) -> Skipped | None:
         """What requests put in place of this module's output, if any does."""
@@ -121,6 +132,17 @@ class View:
         """Say why the engine has no value of HuggingFace's there."""
         self.place(side, Missing(reason))
 
+    def withdraw(self, reason: str, side: str | None = None, part: int | None = None) -> None:
+        """Serve this view's values no more: all, those of one side, or one part of one side's value."""
+        for each in ("input", "output") if side is None else (side,):
+            tree = self.fragments.tree.get(self._locations[each])
+            if part is not None and isinstance(tree, tuple) and not isinstance(tree, Placed):
+                self.place(each, (*tree[:part], Missing(reason), *tree[part + 1 :]))
+            else:
+                self.refuse(each, reason)
+        if side in (None, "output") and part is None:
+            self.unskippable = reason
+
     def check_skip(self, replacement: Any, rows: int) -> None:
         """Raise, at the line of the `.skip`, unless the engine can put `replacement` there, for a request of `rows`.
 
@@ -133,19 +155,22 @@ class View:
     def settle(self, tensor: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
         """Carry `left`, what blocks made of `tensor`, into the model: into `tensor` itself, and where a request
         replaced it, into a new tensor. Both hold the rows of the step; `tensor` may have padding behind them."""
-        rows = left.shape[0]
-        own = tensor[:rows]
         left = left.to(tensor.dtype)
         swapped = self.interleaver.swapped
         self.changed = bool(swapped)
+        shared = tensor
         for mediator, span in self.interleaver.spans():
-            if span not in swapped and not same_bits(own[span.rows].contiguous(), left[span.rows].contiguous()):
+            rows = span.rows
+            if span not in swapped and not same_bits(tensor[rows].contiguous(), left[rows].contiguous()):
                 mark_edited(mediator)
                 self.changed = True
-                own[span.rows].copy_(left[span.rows])
+                if self.private and shared is tensor:
+                    shared = tensor.clone()
+                shared[rows].copy_(left[rows])
+        self.shared = shared
         if not swapped:
-            return tensor
-        new = tensor.clone()
+            return shared
+        new = shared.clone()
         for span in swapped:
             new[span.rows].copy_(left[span.rows])
         return new
@@ -189,8 +214,12 @@ class TensorView(View):
         self.input, self.output, self.width = input, output, width
         self.place("input", input if isinstance(input, Refused) else self.dressed_input(input))
         self.place("output", output if isinstance(output, Refused) else self.dressed(output))
+        if isinstance(output, Refused):
+            self.unskippable = output.reason
         #: The fused linear whose next part HuggingFace runs after this module.
         self.followed_by: FusedLinearView | None = None
+        #: The linear that takes this module's output, and that HuggingFace runs next.
+        self.taken_by: LinearView | None = None
 
     # -- between vLLM's values and HuggingFace's ---------------------------------------------------------------
 
@@ -257,7 +286,7 @@ class TensorView(View):
         output = native(*args, **kwargs)
         before = self.picked(output)
         after = self.leave(before if skipped is None else self.over(before, skipped))
-        self.done()
+        self.done(after)
         return output if after is before else self.packed(output, after)
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -279,8 +308,11 @@ class TensorView(View):
         left = self.visit("output", value)
         return tensor if left is value else self.settle(tensor, self.unbatched(self.undressed(left)))
 
-    def done(self) -> None:
-        """All of this module has been visited: what HuggingFace runs next, and vLLM ran before, may be visited."""
+    def done(self, output: torch.Tensor) -> None:
+        """All of this module has been visited: what HuggingFace runs next, and vLLM ran before or runs later, is
+        visited now."""
+        if self.taken_by is not None:
+            self.taken_by.run_ahead(output)
         if self.followed_by is not None:
             self.followed_by.resume(self.path.rpartition(".")[2])
 
@@ -290,9 +322,6 @@ class TensorView(View):
         for span, replacement in skipped.parts:
             piece = self.fragments.split(self._locations["output"], replacement)
             tensor[span.rows].copy_(self.unbatched(self.undressed(piece)))
-            for mediator, own in self.interleaver.spans():
-                if own == span:
-                    mark_edited(mediator)
         return tensor
 
     def skip_shape(self, rows: int) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ from interleave.layout import same_bits
 from ..fragments import COPY, node
 from ..interleaver import EngineInterleaver
 from ..parallel import sides
-from .base import TensorView
+from .base import Native, TensorView
 from .linear import LinearView
 
 ROUTING = "vLLM routes inside its experts, by the router's logits: change the router's input, or the block's output"
@@ -87,12 +87,7 @@ class RouterView(LinearView, FlatView):
             return tensor
         assert self._rows is not None
         total = self.interleaver.batcher.total
-        weights, indices = self.experts.router.select_experts(
-            hidden_states=self._rows, router_logits=tensor.clone(), topk_indices_dtype=torch.int64
-        )
-        weights, order = weights[:total].sort(dim=-1, descending=True, stable=True)
-        indices = indices[:total].gather(-1, order)
-        value = (tensor[:total], weights.to(tensor.dtype), indices)
+        value = self.routing(self._rows[:total], tensor[:total])
         left = self.visit("output", value)
         if left is not value:
             for mediator, span in self.interleaver.spans():
@@ -100,6 +95,20 @@ class RouterView(LinearView, FlatView):
                     error = Unserved(f"`{self._locations['output']}` can be read and not changed: {ROUTING}")
                     self.interleaver.fail(mediator, error)
         return tensor
+
+    def routing(self, rows: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What HuggingFace's router returns: the logits, and the chosen experts, the one with most weight first."""
+        weights, indices = self.experts.router.select_experts(
+            hidden_states=rows, router_logits=logits.clone(), topk_indices_dtype=torch.int64
+        )
+        weights, order = weights.sort(dim=-1, descending=True, stable=True)
+        return logits, weights.to(logits.dtype), indices.gather(-1, order)
+
+    def call(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:
+        rows = self.undressed_input((args, kwargs))
+        rows = rows.reshape(-1, rows.shape[-1])
+        key = self.interleaver.call_key(self.path)
+        return self.fragments.whole(self._locations["output"], self.routing(rows, self.picked(native(rows))), key)[0]
 
 
 class TupleBlockView(TensorView):

@@ -30,7 +30,9 @@ class StackView(TensorView):
     unskippable = "the engine's other requests need it"
     described_output = "a BaseModelOutputWithPast"
 
-    def __init__(self, path: str, module: torch.nn.Module, interleaver: EngineInterleaver, head: HeadView | None) -> None:
+    def __init__(
+        self, path: str, module: torch.nn.Module, interleaver: EngineInterleaver, head: HeadView | None
+    ) -> None:
         self.head = head
         super().__init__(path, module, interleaver)
         self.place("output", {"last_hidden_state": COPY})
@@ -135,7 +137,10 @@ class HeadView(TensorView):
         batcher, others = self.interleaver.batcher, self.interleaver.mediators
         spans = [mediator.batch_group for mediator in blocks]
         edited = [getattr(mediator, "edited", False) for mediator in blocks]
-        rows = [states[span.rows] if every_position(m) else states[span.rows][-1:] for m, span in zip(blocks, spans, strict=True)]
+        rows = [
+            states[span.rows] if every_position(m) else states[span.rows][-1:]
+            for m, span in zip(blocks, spans, strict=True)
+        ]
         whole, total = batcher.total, sum(map(len, rows))
         starts = [sum(map(len, rows[:index])) for index in range(len(rows))]
         try:
@@ -172,7 +177,7 @@ class HeadView(TensorView):
                 continue
             cache: Any = Lacking.at(f"{location}.past_key_values", PAGED)
             value = CausalLMOutputWithPast(logits=after[None], past_key_values=cache)  # type: ignore[arg-type]
-            left = self.interleaver.handle(location, value)
+            left = self.interleaver.visited(location, value)
             after = after if left is value else self.settle(after, left["logits"][0])
         return after
 

@@ -24,7 +24,31 @@ class LinearView(TensorView):
         output: Placed | Refused = COPY if found is None else node(found.output, found.axis)
         if getattr(module, "skip_bias_add", False) and getattr(module, "bias", None) is not None:
             output = Missing("vLLM adds this linear's bias later, in another operation")
-        super().__init__(path, module, interleaver, input=input, output=output, width=getattr(module, "output_size", None))
+        super().__init__(
+            path, module, interleaver, input=input, output=output, width=getattr(module, "output_size", None)
+        )
+
+        #: Linears of the same input that HuggingFace runs before this one; vLLM may run them after it.
+        self.earlier: list[LinearView] = []
+        self._ran = -1
+        self._ahead: tuple[torch.Tensor, Any] | None = None
+
+    def forward(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:
+        tensor = self.taken(args, kwargs)
+        if self._ahead is not None:
+            known, output = self._ahead
+            self._ahead = None
+            if known is tensor:
+                return output
+        for linear in self.earlier:
+            linear.run_ahead(tensor)
+        self._ran = self.interleaver.step
+        return super().forward(native, args, kwargs)
+
+    def run_ahead(self, tensor: torch.Tensor) -> None:
+        """Run and visit this linear now, before vLLM does; what it gives is kept for vLLM."""
+        if self._ran != self.interleaver.step and self.native is not None:
+            self._ahead = (tensor, self.forward(self.native, (tensor,), {}))
 
     def picked(self, output: Any) -> torch.Tensor:
         return output[0] if isinstance(output, tuple) else output
@@ -45,22 +69,28 @@ class PartView(TensorView):
         self.fused = fused
         self.columns = slice(part.start, part.start + part.width)
 
-    def play(self, native: Native, tensor: torch.Tensor, output: torch.Tensor, later: slice) -> None:
+    def play(self, native: Native, tensor: torch.Tensor, output: torch.Tensor, later: slice) -> torch.Tensor:
         """Visit this linear, given the fused one's input and output; edits land in `output`.
 
         Args:
-            later: The columns of the linears that come after it. They share the input, so what is written into it
-                is for them too; a replacement is not.
+            later: The columns of the linears that come after it.
+
+        Returns:
+            Their input: what was written into the input is for them too, a replacement is not.
         """
         left = self.enter(tensor)
+        after_me = tensor
         if self.changed:
-            own = self.columns if left is not tensor else slice(self.columns.start, later.stop)
-            output[:, own].copy_(self.fused.picked(native(left))[:, own])
+            assert self.shared is not None
+            after_me = self.shared
+            output[:, later].copy_(self.fused.picked(native(after_me))[:, later])
+            output[:, self.columns].copy_(self.fused.picked(native(left))[:, self.columns])
         skipped = self.gate()
         own = output[:, self.columns]
         after = self.leave(own if skipped is None else self.over(own, skipped))
         if after is not own:
             own.copy_(after)
+        return after_me
 
     def call(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:
         def part(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -88,16 +118,19 @@ class FusedLinearView(LinearView):
     def arrange(self, parts: Sequence[PartView], order: Sequence[str], siblings: dict[str, TensorView]) -> None:
         """Set the scenes from HuggingFace's order of the names in the parent's forward."""
         named = {part.path.rpartition(".")[2]: part for part in parts}
-        after: str | None = None
+        turn: str | None = None
+        last: str | None = None
         scene: list[PartView] = []
         for name in [*order, *(name for name in named if name not in order)]:
             if name in named:
-                scene.append(named.pop(name))
-            elif name in siblings and scene and named:
-                self.scenes.append((after, scene))
-                after, scene = name, []
-                siblings[name].followed_by = self
-        self.scenes.append((after, scene))
+                if last is not None:
+                    self.scenes.append((turn, scene))
+                    siblings[last].followed_by = self
+                    turn, last, scene = last, None, []
+                scene.append(named[name])
+            elif name in siblings and scene:
+                last = name
+        self.scenes.append((turn, scene))
 
     def forward(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:
         tensor = self.taken(args, kwargs)
@@ -118,6 +151,7 @@ class FusedLinearView(LinearView):
         native, tensor, output = self._running
         _, scene = self._coming.pop(0)
         for part in scene:
-            part.play(native, tensor, output, slice(part.columns.stop, output.shape[-1]))
+            tensor = part.play(native, tensor, output, slice(part.columns.stop, output.shape[-1]))
+        self._running = (native, tensor, output)
         if not self._coming:
             self._running = None

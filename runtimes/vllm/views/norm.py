@@ -46,7 +46,7 @@ class NormView(TensorView):
         for rows in swapped:
             residual[rows].copy_(stream[rows])
         after = self.leave(output if skipped is None else self.over(output, skipped))
-        self.done()
+        self.done(after)
         return after, residual
 
     def add(self, tensor: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, list[slice]]:
