@@ -9,6 +9,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.utils import PPMissingLayer
 
 from interleave import nnsight_port as port
 from interleave.fragments import Placed, Refused
@@ -19,6 +20,7 @@ from .fragments import BETWEEN, COPY, node
 from .interleaver import EngineInterleaver
 from .names import Original, PartOf, TiedHead
 from .parallel import parts, sides
+from .stages import Elsewhere
 from .views.activation import ActivationView
 from .views.attention import AttentionView
 from .views.base import TensorView, View
@@ -122,6 +124,8 @@ class Casting:
         own = path.rpartition(".")[2]
         if path == self.root.path:
             return RootView(path, module, self.interleaver, None)
+        if isinstance(module, Elsewhere | PPMissingLayer):
+            return None
         if isinstance(module, ParallelLMHead | LogitsProcessor | PartOf | TiedHead):
             return None
         if isinstance(module, VocabParallelEmbedding):
@@ -221,7 +225,7 @@ class Casting:
         module = self.modules[root]._modules.get("lm_head")
         if isinstance(module, TiedHead):
             module = next((m for m in self.modules.values() if isinstance(m, VocabParallelEmbedding)), None)
-        if processor is None or module is None:
+        if processor is None or module is None or isinstance(module, Elsewhere | PPMissingLayer):
             return
         view = HeadView(f"{root}.lm_head", module, self.interleaver, self.modules[processor], root)
         self.views[f"{root}.lm_head"] = self.heads[processor] = view

@@ -75,6 +75,9 @@ class EngineEnvoy(Envoy):
         interleaver = self.interleaver
         if not interleaver.interleaving:
             raise InterleaveError(f"`{self.path}` runs in the engine's workers: call it in a trace's block")
+        stages = interleaver.stages
+        if stages is not None and not stages.mine(self.path):
+            return port.Mediator.value(f"{self.path}.called")
         view = interleaver.views.get(self.path)
         if view is None:
             raise Unserved(
@@ -87,9 +90,13 @@ class EngineEnvoy(Envoy):
         module = view.module
         interleaver.interleaving = False
         try:
-            return view.call(module, args, kwargs)
+            result = view.call(module, args, kwargs)
         finally:
             interleaver.interleaving = True
+        if stages is not None:
+            # The other stages' blocks make the call, too, and wait for what came of it.
+            stages.note(port.Mediator.current("a call"), "value", f"{self.path}.called", result)
+        return result
 
     @property
     def source(self) -> port.Source:

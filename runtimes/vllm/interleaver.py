@@ -7,8 +7,11 @@ into it: in HuggingFace's model a write into a tensor is seen by everybody who h
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from interleave import nnsight_port as port
 from interleave.errors import InterleaveError, Unserved
@@ -22,7 +25,11 @@ if TYPE_CHECKING:
     from interleave.agreement import Agreement
 
     from .fragments import EngineFragments
+    from .stages import Stages
     from .views.base import View
+
+
+VLLMS_OWN = "it is vLLM's own module"
 
 
 class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
@@ -38,6 +45,8 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         around: Path -> the view that stands around the forward of vLLM's module there.
         swapped: The rows that were replaced, not written into, in the visit that was served last.
         step: Counts the engine's steps.
+        stages: The pipeline that this rank is a stage of; None if it has one stage.
+        device: Where the engine computes.
     """
 
     fragments: EngineFragments  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -54,11 +63,22 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         self.around: dict[str, View] = {}
         self.swapped: list[Span] = []
         self.step = 0
+        self.stages: Stages | None = None
+        self.device = torch.device("cpu")
         self.defer_exceptions = True
 
     def __enter__(self) -> Interleaver:
         self.step += 1
         return super().__enter__()
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Blocks run on, though the model does not."""
+        before, self.interleaving = self.interleaving, True
+        try:
+            yield
+        finally:
+            self.interleaving = before
 
     def wanted(self, location: str) -> bool:
         """Whether somebody waits at `location`, a cache keeps it, or a graph is to serve it."""
@@ -66,12 +86,46 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
 
     def pass_by(self, location: str) -> None:
         """Count a visit that nobody wants."""
+        if self.stages is not None:
+            if not self.stages.mine(location):
+                return
+            self.stages.note(None, "visited", location)
+        self.count(location)
+
+    def count(self, location: str) -> None:
+        """A visit has passed."""
         self.counts[location] = self.counts.get(location, 0) + 1
 
     def handle(self, provider: str, value: Any) -> Any:
+        stages = self.stages
+        if stages is not None and not stages.mine(provider):
+            return value
         if provider in self.parked:
             self.swapped = []
-        return super().handle(provider, value)
+        value = super().handle(provider, value)
+        if stages is not None:
+            stages.note(None, "visited", provider)
+        return value
+
+    def observe(self, visit: Visit, observers: list) -> None:
+        if self.stages is None:
+            super().observe(visit, observers)
+            return
+        # Every stage's caches are to hold it.
+        value = visit.value if visit.refused else visit.open()
+        for mediator, cache, selected in observers:
+            own = self.batcher.narrow(value, mediator.batch_group)
+            cache.observe_selected(selected, own)
+            self.stages.note(mediator, "cache", visit.location, (mediator.caches.index(cache), selected, own))
+
+    def resume(self, mediator: port.Mediator, answer: Any) -> None:
+        """Give a block what it waits for, outside of a visit."""
+        try:
+            mediator.pending = mediator.switch(answer)
+        except Exception as error:
+            mediator.pending, mediator.exception = None, error
+        else:
+            self.refuse(mediator)
 
     def visited(self, location: str, value: Any) -> Any:
         """`handle` for a view: whatever goes wrong there is the blocks' and their requests', never the engine's."""
@@ -88,7 +142,10 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         span = mediator.batch_group
         mediator.last = visit.location  # type: ignore[attr-defined]
         if request.event is port.Event.VALUE or not isinstance(span, Span):
-            return super().answer(request, mediator, visit)
+            answer = super().answer(request, mediator, visit)
+            if self.stages is not None:
+                self.stages.note(mediator, "value", visit.location, answer)
+            return answer
         if request.event is port.Event.SWAP:
             super().answer(request, mediator, visit)
             self.swapped.append(span)
@@ -96,6 +153,8 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
             self.views[visit.location.removesuffix(".skip")].check_skip(request.value, span.size)
             visit.value = self.batcher.gather_skip(visit.value, span, request.value)
         mark_edited(mediator)
+        if self.stages is not None:
+            self.stages.note(mediator, "done", visit.location)
         return None
 
     def _reindex_parked(self) -> None:
@@ -117,13 +176,19 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         assert location is not None
         if request.event is port.Event.SKIP:
             path = location.removesuffix(".skip")
-            view = self.views.get(path)
-            reason = "it is vLLM's own module" if view is None else view.unskippable
+            reason = self.unskippable(path)
             return None if reason is None else Unserved(f"`{path}` cannot be skipped: {reason}")
         if request.event is port.Event.SWAP and location in self.fragments.read_only:
             return Unserved(f"`{location}` can be read and not changed: {self.fragments.read_only[location]}")
         layout = self.fragments.layout(location)
         return layout.error(location) if isinstance(layout, Refused) else None
+
+    def unskippable(self, path: str) -> str | None:
+        """Why the module cannot be skipped; None if it can."""
+        if self.stages is not None and not self.stages.mine(path):
+            return self.stages.unskippable(path)
+        view = self.views.get(path)
+        return VLLMS_OWN if view is None else view.unskippable
 
     def fail(self, mediator: port.Mediator, error: InterleaveError) -> None:
         """Raise `error` in a block, at the line where it waits; if it does not catch it, its request ends."""

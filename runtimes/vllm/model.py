@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,9 +25,10 @@ from .casting import Casting
 from .envoys import EngineEnvoy, instrument
 from .fragments import EngineFragments
 from .interleaver import EngineInterleaver
-from .names import Original, graft
+from .names import Absent, Original, graft
 from .parallel import refuse_unknown
 from .payload import Answers, Tree, ship
+from .stages import graft_elsewhere
 from .requests import BLOCK, EVERY_POSITION, PACKED
 
 
@@ -56,6 +57,9 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
             envoys=None,
             **options,
         )
+        if options["pipeline_parallel_size"] > 1:
+            # vLLM makes room for what a stage receives in its trial forward, and makes none on CPUs.
+            self._ask("execute_dummy_batch")
         known = pickle.loads(self._ask("interleave_layouts")[0])
         fragments.tree, fragments.between = known["tree"], known["between"]
         self._failures = 0
@@ -68,10 +72,12 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         interleaver: EngineInterleaver,
         config: ModelConfig,
         unchecked: bool = False,
+        names: Iterable[str] = (),
     ) -> EngineModel:
-        """The tree in a worker, over the model that vLLM loaded there."""
+        """The tree in a worker, over the model that vLLM loaded there. `names`: what other stages of a pipeline hold."""
         refuse_unknown(module)
         original = Original.of(config)
+        graft_elsewhere(module, names)
         graft(module, original)
         model = cls.__new__(cls)
         model.__dict__.update(
@@ -83,6 +89,14 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         for envoy in model.modules():
             instrument(envoy, interleaver)
         return model
+
+    def _load(self, repo_id: str, **options: Any) -> torch.nn.Module:
+        """Start the engine. Stages of a pipeline are told the names of what they do not hold."""
+        self.__dict__["_module"] = module = self._load_meta(repo_id, **options)
+        if options.get("pipeline_parallel_size", 1) > 1:
+            names = [name for name, found in module.named_modules() if name and not isinstance(found, Absent)]
+            options["additional_config"]["interleave"]["names"] = names
+        return super()._load(repo_id, **options)
 
     def _load_meta(self, repo_id: str, **options: Any) -> torch.nn.Module:
         """The tree that blocks are written against: vLLM's modules, unsharded and without weights."""

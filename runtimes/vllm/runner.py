@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from interleave.agreement import Agreement
@@ -17,6 +16,7 @@ from .model import EngineModel
 from .payload import Tree
 from .requests import Requests
 from .rows import RowBatcher
+from .stages import Stages
 
 #: In vLLM's `additional_config`: what the client wants of the workers.
 CONFIG = "interleave"
@@ -40,12 +40,46 @@ class Runner(vllm_port.NNsightGPUModelRunner):
         if not self.model_config.skip_tokenizer_init:
             tokenizer = cached_tokenizer_from_config(self.model_config)
         interleaver = EngineInterleaver(taps, fragments=fragments, agreement=agreement)
+        interleaver.device = self.device
         self.nnsight_model = EngineModel.over(
-            self.get_model(), tokenizer, interleaver, self.model_config, wanted.get("unchecked", False)
+            self.get_model(),
+            tokenizer,
+            interleaver,
+            self.model_config,
+            wanted.get("unchecked", False),
+            wanted.get("names", ()),
         )
         interleaver.batcher = RowBatcher()
         self.nnsight_requests = Requests(Tree(self.nnsight_model))
         self.nnsight_persistent_objects = self.nnsight_model._remoteable_persistent_objects()
+
+        if get_pp_group().world_size > 1:
+            interleaver.stages = Stages(get_pp_group(), wanted.get("limit", 60.0))
+            interleaver.stages.meet(interleaver, {e.path: e._module for e in self.nnsight_model.modules()})
+
+    @property
+    def stages(self) -> Stages | None:
+        """This rank's place in the pipeline, if there is one."""
+        return self.nnsight_model.interleaver.stages
+
+    def _update_states(self, scheduler_output: Any) -> None:
+        super()._update_states(scheduler_output)
+        if self.stages is not None:
+            self.stages.begin(self.nnsight_requests, self.nnsight_model.interleaver)
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().execute_model(*args, **kwargs)
+        if self.stages is not None:
+            self.stages.send_on()
+        return output
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)
+        if self.stages is not None:
+            with self.nnsight_model.interleaver.between_steps():
+                self.stages.send_back(self.nnsight_model.interleaver)
+            self.nnsight_requests.record_saves()
+        return output
 
     def interleave_layouts(self) -> dict[str, Any]:
         """The layouts of all locations, for the client."""
@@ -69,4 +103,4 @@ def mixed(runner: type) -> type:
     return _mixed[runner]
 
 
-__all__ = ["CONFIG", "Runner", "dist", "mixed"]
+__all__ = ["CONFIG", "Runner", "mixed"]

@@ -1,21 +1,13 @@
-"""The tests of the vLLM runtime are there where vLLM is (`make test-vllm`).
+"""The tests of the vLLM runtime are collected where vLLM is installed (`make test-vllm`).
 
-vLLM's own imports warn, and so does its engine as it starts; in these tests, that and nothing else is no error.
+Its imports take ten seconds and raise one warning, of torch's, which is no error here.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import warnings
-from pathlib import Path
 
-import pytest
-
-#: Whose warnings they are: torch's inductor of torch.jit, and vLLM's look at every attribute of torch's modules.
-IGNORED = [
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
-    "ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning",
-]
 INSTALLED = importlib.util.find_spec("vllm") is not None
 
 collect_ignore_glob = [] if INSTALLED else ["*"]
@@ -25,12 +17,5 @@ if INSTALLED:
 
     processes.start()  # it imports vLLM while this process does
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
         import vllm.entrypoints.llm  # noqa: F401
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
-            for ignored in IGNORED:
-                item.add_marker(pytest.mark.filterwarnings(ignored))

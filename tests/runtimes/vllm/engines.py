@@ -12,16 +12,16 @@ What it takes to have many engines one after another in one pytest process:
   them, costs fifteen seconds.
 * *Nothing is warmed up.* `enforce_eager` and a cache of a fixed, small size make vLLM skip its trial forwards; torch's
   compiler is off, or the first log-probability would wait for it. One thing is missed: a pipeline stage but the first
-  has nowhere to receive its input until a forward of dummy rows has run. `engine` runs one.
+  has nowhere to receive its input until a forward of dummy rows has run. `plain` runs one.
 * *A frozen heap.* vLLM collects garbage about ten times between start and end. What is alive before is frozen first
   (and thawed by the shutdown), or each collection walks a million objects of imported modules.
 * *The end* is `llm.llm_engine.engine_core.shutdown()`. It ends the ranks and waits for them; their groups end with
   them. Deleting the `LLM` is not enough, and the interpreter's exit is too late.
 
 Two defects of vLLM 0.32 on the CPU concern what runs here. Its experts ignore which of them a rank holds, so that
-under expert parallelism a rank reads weights that are not there; `Ranks` repairs that. And its rotary kernel turns
-only the first head where heads are a dim of their own, as they are in multi-head latent attention without YaRN: no
-checkpoint of `checkpoints` is such a model.
+under expert parallelism a rank reads weights that are not there; `Rank` repairs that. And its rotary kernel takes for
+granted that a token's heads lie side by side in one dim: in multi-head latent attention, where they do not, queries
+and keys are left unturned unless the embedding is YaRN, which has no kernel. No checkpoint of `checkpoints` is such.
 """
 
 from __future__ import annotations

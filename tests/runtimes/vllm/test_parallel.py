@@ -10,7 +10,6 @@ import functools
 import importlib
 import itertools
 import math
-import multiprocessing
 import os
 import pickle
 import socket
@@ -18,7 +17,6 @@ import traceback
 import types
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 from unittest import mock
@@ -30,31 +28,17 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
 
 from boundary.collectives import GlooGroup, Group
 from interleave.errors import UnknownLayout, Unshardable
 from interleave.layout import Layout, Partial, Shard, assemble, cut, same_bits
 from runtimes.vllm.parallel import Sides, containers, parts, refuse_unknown, sequence_rows, sides, weight
+from tests.runtimes.vllm import processes
 
 pytestmark = pytest.mark.vllm
 
 DEGREES = [2, 3, 4]
 LIMIT = 30.0
-#: Imported once by a server process that the ranks are forked from.
-PRELOADED = [
-    "tests.runtimes.vllm.test_parallel",
-    "vllm.model_executor.layers.mamba.mamba_mixer",
-    "vllm.model_executor.layers.mamba.mamba_mixer2",
-    "vllm.model_executor.models.deepseek_v2",
-]
-#: What a rank finds in its environment. The ranks name different machines, so that vLLM's collectives are gloo's.
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
 
 
 # The ranks.
@@ -73,20 +57,18 @@ class Ranks:
     """`degree` processes in which vLLM's model-parallel state stands, without an engine."""
 
     def __init__(self, degree: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        with mock.patch.dict(os.environ, ENVIRONMENT):
-            forkserver.ensure_running()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        pipes = [context.Pipe() for _ in range(degree)]
+        pipes = [processes.start().Pipe() for _ in range(degree)]
         self.alive = True
         self._ends = [ours for ours, _ in pipes]
         theirs = [end for _, end in pipes]
-        started = start_processes(serve, (theirs, port), degree, join=False, daemon=True, start_method="forkserver")
-        assert started is not None
-        self._processes = started.processes
+        self._processes = [
+            processes.Forked(target=serve, args=(rank, theirs, port), daemon=True) for rank in range(degree)
+        ]
+        for process in self._processes:
+            process.start()
         for end in theirs:
             end.close()
 
@@ -138,6 +120,7 @@ def serve(rank: int, ends: list[Connection], port: int) -> None:
 
     torch.set_num_threads(1)
     degree, channel = len(ends), ends[rank]
+    # The ranks name different machines, so that vLLM's collectives are gloo's.
     os.environ["VLLM_DIST_IDENT"] = f"{port}-{rank}"
     config = VllmConfig()
     with set_current_vllm_config(config):
@@ -169,7 +152,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def made(kind: str, **arguments: Any) -> torch.nn.Module:
+def made(kind: str, **arguments: Any) -> Any:
     """A layer of vLLM's, by the name of its class in the module of its name."""
     module, _, name = kind.rpartition(".")
     return getattr(importlib.import_module(f"vllm.model_executor.{module}"), name)(**arguments)
@@ -586,7 +569,7 @@ def run_tied(place: Place, w: Tensor) -> list[Tensor]:
     embedding = loaded(
         made("layers.vocab_parallel_embedding.VocabParallelEmbedding", **arguments), [("weight", None, w)]
     )
-    head: Any = made("layers.vocab_parallel_embedding.ParallelLMHead", **arguments).tie_weights(embedding)
+    head = made("layers.vocab_parallel_embedding.ParallelLMHead", **arguments).tie_weights(embedding)
     return [whole(place, layer.weight.data, weight(layer, "weight")) for layer in (embedding, head)]
 
 
@@ -634,7 +617,7 @@ class Block(torch.nn.Module):
             if shared
             else None
         )
-        self.experts: Any = made(
+        self.experts = made(
             "layers.fused_moe.layer.FusedMoEFactory",
             num_experts=EXPERTS,
             top_k=TOP_K,
@@ -768,7 +751,7 @@ def run_experts(place: Place, parallel: str, weights: Weights, x: Tensor, reduce
         seen = whole(place, block.shared_experts(given), layout)
     place.config.parallel_config.enable_expert_parallel = False
     # Rows that pad are computed like others: they are no part of the whole, and `cut` has zeros there.
-    made_whole = assemble(result, output, place.group) if rows is not None else whole(place, result, output)
+    made_whole = whole(place, result, output) if rows is None else assemble(result, rows, place.group)
     return Mixed(made_whole, seen, found, inner)
 
 
@@ -947,9 +930,7 @@ def test_a_mixer_that_copies_its_group_to_every_rank_is_refused(ranks: Callable,
 
 
 def run_heads_norm(place: Place, groups: int, w: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    norm: Any = made(
-        "layers.mamba.mamba_mixer2.Mixer2RMSNormGated", full_hidden_size=len(w), full_n_groups=groups, eps=1e-6
-    )
+    norm = made("layers.mamba.mamba_mixer2.Mixer2RMSNormGated", full_hidden_size=len(w), full_n_groups=groups, eps=1e-6)
     norm.weight.weight_loader(norm.weight, w)
     refuse_unknown(norm)
     found = sides(norm, "norm")
@@ -1002,7 +983,7 @@ def run_falcon(place: Place, x: Tensor) -> list[Tensor]:
 
     config = FalconConfig(hidden_size=384, num_attention_heads=12, new_decoder_architecture=True, num_kv_heads=12)
     with mock.patch.object(place.config, "model_config", settings_of(config)):
-        layer: Any = made("models.falcon.FalconDecoderLayer", config=config, prefix=f"layers.{next(names)}")
+        layer = made("models.falcon.FalconDecoderLayer", config=config, prefix=f"layers.{next(names)}")
     refuse_unknown(layer)
     assert containers(torch.nn.Sequential(layer)) == {"0.self_attention": None, "0.mlp": None}
     qkv, dense, up, down = (numbers(*shape) / 64 for shape in ((1152, 384), (384, 384), (1536, 384), (384, 1536)))

@@ -1,0 +1,235 @@
+"""Pipeline stages: one block over modules that different ranks hold.
+
+Every stage runs the same block. What the block asks for is served where the module is, by its *owner*; the owner keeps a
+log of what it served, and the other stages serve their blocks from the log, in its order. So a block reads, writes,
+saves and caches across stages without asking which stage it is on: an edit counts where the owner makes it, and every
+stage goes on with the value that the owner served.
+
+In a step a stage first follows the logs of the stages before it, then runs its layers, and sends its own log on; when the last
+stage has sampled, the logs go back to the stages before. A block that wants something of an earlier stage after
+something of a later one has missed it, as on one process, and gets the same error.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.model_executor.models.utils import PPMissingLayer
+
+from interleave import nnsight_port as port
+from interleave.errors import DivergedBlock
+from interleave.fragments import Tree
+
+if TYPE_CHECKING:
+    from .interleaver import EngineInterleaver
+    from .requests import Requests
+
+#: What is not in a module: it belongs to the last stage, which has the logits.
+OF_THE_LAST = ("result", "model.logits", "model.samples")
+
+
+class Elsewhere(torch.nn.Module):
+    """Stands for a module that another stage holds."""
+
+    def extra_repr(self) -> str:
+        return "on another pipeline stage"
+
+
+class Entry(NamedTuple):
+    """One thing that a stage did for a block.
+
+    Attributes:
+        block: The request, and the number of the installed edit if it is one.
+        kind: A served value; a replacement that was taken; a value for the block's n-th cache; or a visit that ended.
+        location: Where.
+        value: What was served or cached.
+    """
+
+    block: tuple[str, str | None] | None
+    kind: Literal["value", "done", "cache", "visited"]
+    location: str
+    value: Any = None
+
+
+class Facts(NamedTuple):
+    """What a stage knows of its locations, for the others."""
+
+    modules: set[str]
+    tree: dict[str, Tree]
+    between: set[str]
+    read_only: dict[str, str]
+    unskippable: dict[str, str | None]
+
+
+class Stages:
+    """This rank's place in the pipeline. Every rank of the pipeline makes one, when its model is loaded.
+
+    Args:
+        pipeline: vLLM's group of the ranks along the pipeline.
+        limit: Seconds that a wait for another stage may take.
+
+    Attributes:
+        number, size: Which stage this is, of how many.
+        active: Whether blocks run in the present step; alike on every stage.
+    """
+
+    def __init__(self, pipeline: GroupCoordinator, limit: float) -> None:
+        self.ranks = list(pipeline.ranks)
+        self.number, self.size = pipeline.rank_in_group, pipeline.world_size
+        self.active = False
+        self._group = dist.new_group(
+            self.ranks, backend="gloo", timeout=timedelta(seconds=limit), use_local_synchronization=True
+        )
+        self._owners: dict[str, int] = {}
+        self._log: list[Entry] = []
+        self._sending: list[tuple[Any, torch.Tensor]] = []
+        self._unskippable: dict[str, str | None] = {}
+
+    # -- who holds what --------------------------------------------------------------------------------------
+
+    def meet(self, interleaver: EngineInterleaver, modules: dict[str, torch.nn.Module]) -> None:
+        """Tell the other stages what this one holds, and hear what they do."""
+        fragments = interleaver.fragments
+        facts = Facts(
+            {path for path, module in modules.items() if not isinstance(module, Elsewhere | PPMissingLayer)},
+            fragments.tree,
+            fragments.between,
+            fragments.read_only,
+            {path: view.unskippable for path, view in interleaver.views.items()},
+        )
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, facts, group=self._group)
+        for number, theirs in enumerate(everyone):
+            for path in theirs.modules:
+                # What several stages hold - the root, lists - they run in turn: the last one has the output.
+                self._owners[f"{path}.output"] = self._owners[path] = number
+                self._owners.setdefault(f"{path}.input", number)
+            fragments.between |= theirs.between
+        for number, theirs in enumerate(everyone):
+            if number != self.number:
+                own = {place: tree for place, tree in theirs.tree.items() if self.owner(place) == number}
+                fragments.tree |= own
+                fragments.read_only |= theirs.read_only
+                self._unskippable |= theirs.unskippable
+
+    def owner(self, location: str) -> int:
+        """The stage that serves `location`."""
+        if location in OF_THE_LAST:
+            return self.size - 1
+        found = self._owners.get(location)
+        path = location
+        while found is None and path:
+            path = path.rpartition(".")[0]
+            found = self._owners.get(path)
+        return self.size - 1 if found is None else found
+
+    def mine(self, location: str) -> bool:
+        return self.owner(location) == self.number
+
+    def unskippable(self, path: str) -> str | None:
+        """Why another stage's module cannot be skipped; None if it can."""
+        return self._unskippable.get(path, "it is vLLM's own module")
+
+    # -- what happened ---------------------------------------------------------------------------------------
+
+    def note(self, mediator: port.Mediator | None, kind: Any, location: str, value: Any = None) -> None:
+        """Enter something into this stage's log; the value as it is now."""
+        if not self.active:
+            return
+        block = None if mediator is None else mediator.key  # type: ignore[attr-defined]
+        copy = port.apply(value, lambda tensor: tensor.detach().cpu().clone(), torch.Tensor)
+        self._log.append(Entry(block, kind, location, copy))
+
+    def begin(self, requests: Requests, interleaver: EngineInterleaver) -> None:
+        """A step begins. Inside the interleaver: follow what the stages before this one did in it."""
+        for work, _ in self._sending:
+            work.wait()
+        self._log, self._sending = [], []
+        self.active = bool(interleaver.mediators)
+        if not self.active:
+            return
+        for request in requests.requests.values():
+            for number, mediator in request.copies.items():
+                mediator.key = (request.id, number)
+            if request.mediator is not None:
+                request.mediator.key = (request.id, None)
+        for number in range(self.number):
+            self.follow(self.receive(number), interleaver)
+
+    def send_on(self) -> None:
+        """This stage's layers have run: the stages behind it may follow."""
+        if self.active:
+            self.send(range(self.number + 1, self.size))
+
+    def send_back(self, interleaver: EngineInterleaver) -> None:
+        """The last stage has sampled: every stage follows those behind it."""
+        if not self.active:
+            return
+        self.send(range(self.number))
+        for number in range(self.number + 1, self.size):
+            self.follow(self.receive(number), interleaver)
+
+    def send(self, stages: Iterable[int]) -> None:
+        """Send the log. It is taken when the other stage comes to it; this one goes on."""
+        content = torch.frombuffer(bytearray(pickle.dumps(self._log)), dtype=torch.uint8)
+        size = torch.tensor([len(content)])
+        for number in stages:
+            for tensor in (size, content):
+                work = dist.isend(tensor, dst=self.ranks[number], group=self._group)
+                self._sending.append((work, tensor))
+
+    def receive(self, stage: int) -> list[Entry]:
+        source = self.ranks[stage]
+        size = torch.empty(1, dtype=torch.long)
+        dist.recv(size, src=source, group=self._group)
+        content = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(content, src=source, group=self._group)
+        return pickle.loads(content.numpy().tobytes())
+
+    def follow(self, log: list[Entry], interleaver: EngineInterleaver) -> None:
+        """Do for this stage's blocks what another stage did for its own."""
+        blocks = {mediator.key: mediator for mediator in interleaver.mediators}  # type: ignore[attr-defined]
+        device = interleaver.device
+        for entry in log:
+            if entry.kind == "visited":
+                interleaver.count(entry.location)
+                continue
+            mediator = blocks.get(entry.block)
+            if mediator is None or mediator.exception is not None:
+                continue
+            value = port.apply(entry.value, lambda tensor: tensor.to(device), torch.Tensor)
+            if entry.kind == "cache":
+                number, selected, cached = value
+                mediator.caches[number].observe_selected(selected, cached)
+                continue
+            pending = mediator.pending
+            if pending is None or pending.provider != entry.location:
+                waits = "nothing" if pending is None else f"`{pending.provider}`"
+                interleaver.fail(
+                    mediator,
+                    DivergedBlock(
+                        f"another pipeline stage served `{entry.location}`, and the block waits for {waits} here: a "
+                        f"block must do the same on every rank"
+                    ),
+                )
+                continue
+            if mediator.iteration:
+                mediator.iteration = None
+            interleaver.resume(mediator, value if entry.kind == "value" else None)
+        interleaver._reindex_parked()
+
+
+def graft_elsewhere(model: torch.nn.Module, names: Iterable[str]) -> None:
+    """Give a stage's tree the names of what the other stages hold, so that a block finds them."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in names:
+        parent, _, own = name.rpartition(".")
+        if name not in modules and (not parent or isinstance(modules.get(parent), PPMissingLayer | Elsewhere)):
+            modules[parent].add_module(own, Elsewhere())
+            modules[name] = modules[parent]._modules[own]  # type: ignore[assignment]
