@@ -186,10 +186,14 @@ class Interleaver(port.Interleaver):
             try:
                 answer = (self.answer(request, mediator, visit),)
             except self.thrown as error:
-                mediator.pending = throw(mediator, self.told(error))
+                mediator.pending = self.throw(mediator, self.told(error))
                 continue
             mediator.pending = mediator.switch(*answer)
             self.settle()
+
+    def throw(self, mediator: port.Mediator, error: Exception) -> Any:
+        """Raise what an answer came to in the block; what the block asks for next, if it goes on."""
+        return throw(mediator, error)
 
     def told(self, error: Exception) -> Exception:
         """What `error` is called where the ranks' agreement knows better."""

@@ -46,7 +46,16 @@ from nnsight.modeling.mixins.meta import Meta, MetaDevice
 from nnsight.modeling.transformers import Generator, GeneratorEnvoy, TransformersModel
 from nnsight.tracing.backend import Backend
 from nnsight.tracing.globals import SOURCES
-from nnsight.tracing.tracer import Tracer, _saves as saves, dec, inc, mark, push_result, skippable
+from nnsight.tracing.tracer import (
+    Tracer,
+    WithBlockNotFoundError,
+    _saves as saves,
+    dec,
+    inc,
+    mark,
+    push_result,
+    skippable,
+)
 from nnsight.tracing.util import SerializedFrame, clean_traceback, filter_traceback
 from nnsight.util import apply
 from torch._guards import detect_fake_mode
@@ -84,6 +93,7 @@ __all__ = [
     "SourceNotAvailable",
     "Tracer",
     "TransformersModel",
+    "WithBlockNotFoundError",
     "apply",
     "clean_traceback",
     "dec",

@@ -14,6 +14,7 @@ from interleave.envoy import Envoy
 from interleave.errors import InterleaveError, Unserved
 from interleave.fragments import missing
 from interleave.model import describe
+from interleave.ranks.raised import Raised
 
 from .interleaver import EngineInterleaver
 from .names import Absent, PartOf
@@ -75,28 +76,35 @@ class EngineEnvoy(Envoy):
         interleaver = self.interleaver
         if not interleaver.interleaving:
             raise InterleaveError(f"`{self.path}` runs in the engine's workers: call it in a trace's block")
-        stages = interleaver.stages
-        if stages is not None and not stages.mine(self.path):
+        reason = interleaver.uncallable(self.path)
+        if reason is not None:
+            raise Unserved(f"`{self.path}` cannot be called from a block: {reason}")
+        if interleaver.stages is not None and not interleaver.stages.mine(self.path):
             return port.Mediator.value(f"{self.path}.called")
-        view = interleaver.views.get(self.path)
-        if view is None:
-            raise Unserved(
-                f"`{self.path}` is vLLM's own module and computes with the requests of a step: it cannot be called"
-            )
+        view = interleaver.views[self.path]
         if view.needs_step and not is_forward_context_available():
-            raise Unserved(
+            error = Unserved(
                 f"`{self.path}` can be called while the engine runs the model, and that is over in this step"
             )
+            self._tell("raised", Raised.of(error))
+            raise error
         module = view.module
         interleaver.interleaving = False
         try:
             result = view.call(module, args, kwargs)
+        except Exception as error:
+            self._tell("raised", Raised.of(error))
+            raise
         finally:
             interleaver.interleaving = True
-        if stages is not None:
-            # The other stages' blocks make the call, too, and wait for what came of it.
-            stages.note(port.Mediator.current("a call"), "value", f"{self.path}.called", result)
+        self._tell("value", result)
         return result
+
+    def _tell(self, kind: str, value: Any) -> None:
+        """Tell the other stages of a pipeline, whose blocks make the call, too, what came of it."""
+        stages = self.interleaver.stages
+        if stages is not None:
+            stages.note(port.Mediator.current("a call"), kind, f"{self.path}.called", value)
 
     @property
     def source(self) -> port.Source:

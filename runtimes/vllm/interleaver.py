@@ -17,19 +17,17 @@ from interleave import nnsight_port as port
 from interleave.errors import InterleaveError, Unserved
 from interleave.fragments import Refused
 from interleave.interleaver import Interleaver, Visit, throw
+from interleave.ranks.raised import Raised
 
 from . import nnsight_port as vllm_port
 from .rows import Skipped, Span
+from .stages import VLLMS_OWN, Stages
 
 if TYPE_CHECKING:
     from interleave.agreement import Agreement
 
     from .fragments import EngineFragments
-    from .stages import Stages
     from .views.base import View
-
-
-VLLMS_OWN = "it is vLLM's own module"
 
 
 class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
@@ -118,6 +116,19 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
             cache.observe_selected(selected, own)
             self.stages.note(mediator, "cache", visit.location, (mediator.caches.index(cache), selected, own))
 
+    def uncallable(self, path: str) -> str | None:
+        """Why a block cannot call the module; None if it can."""
+        if self.stages is not None and not self.stages.mine(path):
+            return self.stages.uncallable(path)
+        view = self.views.get(path)
+        return VLLMS_OWN if view is None else view.uncallable
+
+    def throw(self, mediator: port.Mediator, error: Exception) -> Any:
+        if self.stages is not None:
+            assert mediator.pending is not None and mediator.pending.provider is not None
+            self.stages.note(mediator, "raised", mediator.pending.provider, Raised.of(error))
+        return super().throw(mediator, error)
+
     def resume(self, mediator: port.Mediator, answer: Any) -> None:
         """Give a block what it waits for, outside of a visit."""
         try:
@@ -134,6 +145,8 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         except Exception as error:
             for mediator, _ in self.spans():
                 if mediator.alive and mediator.exception is None and touched(mediator, location):
+                    if self.stages is not None:
+                        self.stages.note(mediator, "raised", location, Raised.of(error))
                     mediator.pending, mediator.exception = None, error
             self._reindex_parked()
             return value
@@ -168,7 +181,7 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
             refusal = self.refusal(request)
             if refusal is None:
                 return
-            self.fail(mediator, refusal)
+            self.fail(mediator, refusal, shared=False)
 
     def refusal(self, request: port.Pending) -> InterleaveError | None:
         """Why a request cannot be granted, whatever the model computes."""
@@ -190,10 +203,15 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         view = self.views.get(path)
         return VLLMS_OWN if view is None else view.unskippable
 
-    def fail(self, mediator: port.Mediator, error: InterleaveError) -> None:
-        """Raise `error` in a block, at the line where it waits; if it does not catch it, its request ends."""
+    def fail(self, mediator: port.Mediator, error: BaseException, *, shared: bool = True) -> None:
+        """Raise `error` in a block, at the line where it waits; if it does not catch it, its request ends.
+
+        Args:
+            shared: Whether the other stages of a pipeline have to be told; they find out themselves what can be known
+                without the model's values.
+        """
         try:
-            mediator.pending = throw(mediator, error)
+            mediator.pending = self.throw(mediator, error) if shared else throw(mediator, error)
         except Exception as raised:
             mediator.pending = None
             mediator.exception = raised

@@ -142,11 +142,14 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         In a trace the head gives the logits of the last position, as transformers' `generate` has them computed.
         """
         options = {"max_tokens": 16, "every_position": False, **sampling(options)}
-        return super().generate(*inputs, **options)
-
-    def _generate(self, *inputs: Any, **options: Any) -> Any:
-        options.pop("every_position", None)
-        return super()._generate(*inputs, **options)
+        tracer = self.trace(*inputs, **options)
+        try:
+            tracer.capture()  # here, because it looks for the block where its caller's caller is
+        except port.WithBlockNotFoundError:
+            options.pop("every_position")
+            self._check_options(options, "lora_request", "edits")
+            return self._generate([self._prompt(prompt) for prompt in split(*inputs)], **options)
+        return tracer
 
     def _batch(self, invokes: list[tuple], fn: Any) -> tuple:
         """vLLM's requests: one for each prompt of each invoke."""

@@ -55,7 +55,7 @@ class Runner(vllm_port.NNsightGPUModelRunner):
 
         if get_pp_group().world_size > 1:
             interleaver.stages = Stages(get_pp_group(), wanted.get("limit", 60.0))
-            interleaver.stages.meet(interleaver, {e.path: e._module for e in self.nnsight_model.modules()})
+            interleaver.stages.meet(self.nnsight_model)
 
     @property
     def stages(self) -> Stages | None:

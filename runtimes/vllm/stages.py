@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn import ModuleList
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.models.utils import PPMissingLayer
 
@@ -29,6 +30,8 @@ from interleave.fragments import Tree
 if TYPE_CHECKING:
     from .interleaver import EngineInterleaver
     from .requests import Requests
+
+VLLMS_OWN = "it is vLLM's own module"
 
 #: What is not in a module: it belongs to the last stage, which has the logits.
 OF_THE_LAST = ("result", "model.logits", "model.samples")
@@ -46,25 +49,34 @@ class Entry(NamedTuple):
 
     Attributes:
         block: The request, and the number of the installed edit if it is one.
-        kind: A served value; a replacement that was taken; a value for the block's n-th cache; or a visit that ended.
+        kind: A served value; a replacement that was taken; an error that was raised in the block; a value for the
+            block's n-th cache; or a visit that ended.
         location: Where.
         value: What was served or cached.
     """
 
     block: tuple[str, str | None] | None
-    kind: Literal["value", "done", "cache", "visited"]
+    kind: Literal["value", "done", "raised", "cache", "visited"]
     location: str
     value: Any = None
 
 
 class Facts(NamedTuple):
-    """What a stage knows of its locations, for the others."""
+    """What a stage knows of its locations, for the others.
 
-    modules: set[str]
+    Attributes:
+        modules: Paths of the modules that it holds, in order.
+        first_layer: Where in it the layers are. What comes before them belongs to the first stage that holds it, the
+            rest, such as the last norm, to the last.
+    """
+
+    modules: list[str]
+    first_layer: int
     tree: dict[str, Tree]
     between: set[str]
     read_only: dict[str, str]
     unskippable: dict[str, str | None]
+    uncallable: dict[str, str | None]
 
 
 class Stages:
@@ -90,26 +102,36 @@ class Stages:
         self._log: list[Entry] = []
         self._sending: list[tuple[Any, torch.Tensor]] = []
         self._unskippable: dict[str, str | None] = {}
+        self._uncallable: dict[str, str | None] = {}
 
     # -- who holds what --------------------------------------------------------------------------------------
 
-    def meet(self, interleaver: EngineInterleaver, modules: dict[str, torch.nn.Module]) -> None:
-        """Tell the other stages what this one holds, and hear what they do."""
+    def meet(self, model: port.Envoy) -> None:
+        """Tell the other stages what this one holds of the model, and hear what they do."""
+        interleaver: EngineInterleaver = model.interleaver  # type: ignore[assignment]
+        root = model.path
+        modules = {f"{root}.{name}" if name else root: found for name, found in model._module.named_modules()}
         fragments = interleaver.fragments
+        held = [path for path, module in modules.items() if not isinstance(module, Elsewhere | PPMissingLayer)]
+        stack = next(path for path, module in modules.items() if isinstance(module._modules.get("layers"), ModuleList))
         facts = Facts(
-            {path for path, module in modules.items() if not isinstance(module, Elsewhere | PPMissingLayer)},
+            held,
+            held.index(f"{stack}.layers"),
             fragments.tree,
             fragments.between,
             fragments.read_only,
             {path: view.unskippable for path, view in interleaver.views.items()},
+            {path: view.uncallable for path, view in interleaver.views.items()},
         )
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, facts, group=self._group)
         for number, theirs in enumerate(everyone):
-            for path in theirs.modules:
-                # What several stages hold - the root, lists - they run in turn: the last one has the output.
-                self._owners[f"{path}.output"] = self._owners[path] = number
-                self._owners.setdefault(f"{path}.input", number)
+            for place, path in enumerate(theirs.modules):
+                self._owners.setdefault(path, number)
+                if path in (root, stack) or place > theirs.first_layer:
+                    self._owners[path] = number
+                if path in (root, stack):
+                    self._owners[f"{path}.input"] = 0
             fragments.between |= theirs.between
         for number, theirs in enumerate(everyone):
             if number != self.number:
@@ -117,6 +139,7 @@ class Stages:
                 fragments.tree |= own
                 fragments.read_only |= theirs.read_only
                 self._unskippable |= theirs.unskippable
+                self._uncallable |= theirs.uncallable
 
     def owner(self, location: str) -> int:
         """The stage that serves `location`."""
@@ -134,7 +157,11 @@ class Stages:
 
     def unskippable(self, path: str) -> str | None:
         """Why another stage's module cannot be skipped; None if it can."""
-        return self._unskippable.get(path, "it is vLLM's own module")
+        return self._unskippable.get(path, VLLMS_OWN)
+
+    def uncallable(self, path: str) -> str | None:
+        """Why another stage's module cannot be called; None if it can."""
+        return self._uncallable.get(path, VLLMS_OWN)
 
     # -- what happened ---------------------------------------------------------------------------------------
 
@@ -168,12 +195,23 @@ class Stages:
             self.send(range(self.number + 1, self.size))
 
     def send_back(self, interleaver: EngineInterleaver) -> None:
-        """The last stage has sampled: every stage follows those behind it."""
+        """The last stage has sampled: every stage follows those behind it, and then all follow each other, until no
+        block goes on (one may have called a module of another stage)."""
         if not self.active:
             return
         self.send(range(self.number))
+        self._log = []
         for number in range(self.number + 1, self.size):
             self.follow(self.receive(number), interleaver)
+        while True:
+            logs: list[Any] = [None] * self.size
+            dist.all_gather_object(logs, self._log, group=self._group)
+            self._log = []
+            if not any(logs):
+                return
+            for number, log in enumerate(logs):
+                if number != self.number:
+                    self.follow(log, interleaver)
 
     def send(self, stages: Iterable[int]) -> None:
         """Send the log. It is taken when the other stage comes to it; this one goes on."""
@@ -221,6 +259,9 @@ class Stages:
                 continue
             if mediator.iteration:
                 mediator.iteration = None
+            if entry.kind == "raised":
+                interleaver.fail(mediator, entry.value.rebuild(), shared=False)
+                continue
             interleaver.resume(mediator, value if entry.kind == "value" else None)
         interleaver._reindex_parked()
 

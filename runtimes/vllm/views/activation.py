@@ -33,6 +33,8 @@ class ActivationView(TensorView):
         self.function = function(module)
         output = gate if self.function is not None else Missing("vLLM multiplies within the activation")
         super().__init__(path, module, interleaver, input=gate, output=output, width=width)
+        if isinstance(output, Refused):
+            self.uncallable = output.reason
 
     def forward(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:
         fused = self.taken(args, kwargs)
@@ -55,6 +57,5 @@ class ActivationView(TensorView):
         return native(fused) if activated is None else activated * up
 
     def call(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if self.function is None:
-            return super(TensorView, self).call(native, args, kwargs)
+        assert self.function is not None
         return self.function(self.undressed_input((args, kwargs)))

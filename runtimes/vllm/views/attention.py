@@ -8,13 +8,14 @@ import torch
 
 from interleave.fragments import Lacking
 
-from .base import Native, TensorView
+from .base import OF_A_STEP, TensorView
 
 
 class AttentionView(TensorView):
     """A block with projections and the attention itself in it."""
 
     keyword = "hidden_states"
+    uncallable = OF_A_STEP
     described_output = "(output, None)"
 
     #: Whether HuggingFace's block gives its weights, the way transformers loads the model by default.
@@ -27,6 +28,3 @@ class AttentionView(TensorView):
 
     def undressed(self, value: Any) -> torch.Tensor:
         return value[0]
-
-    def call(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return super(TensorView, self).call(native, args, kwargs)

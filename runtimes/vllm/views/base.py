@@ -36,6 +36,10 @@ Native = Callable[..., Any]
 MAIN = ("hidden_states", "x", "hidden_state", "input_", "input_ids", "inputs", "query")
 
 
+#: Why a block cannot call what computes with all that the engine knows of a step.
+OF_A_STEP = "in a serving engine it computes with the requests of a step"
+
+
 class Keywords(dict):
     """Keyword arguments of HuggingFace's, of which vLLM's module has the main one only."""
 
@@ -66,6 +70,8 @@ class View:
 
     #: Why a block cannot skip the module; None if it can.
     unskippable: str | None = None
+    #: Why a block cannot call the module; None if it can.
+    uncallable: str | None = None
 
     def __init__(self, path: str, module: torch.nn.Module, interleaver: EngineInterleaver) -> None:
         self.path = path
@@ -89,14 +95,8 @@ class View:
         raise NotImplementedError
 
     def call(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """HuggingFace's module, called from a block: wholes in, wholes out. Every rank calls.
-
-        Raises:
-            InterleaveError: The engine cannot run it apart from a step.
-        """
-        raise Unserved(
-            f"`{self.path}` cannot be called from a block: in a serving engine it computes with the requests of a step"
-        )
+        """HuggingFace's module, called from a block: wholes in, wholes out. Every rank calls."""
+        raise NotImplementedError
 
     @cached_property
     def needs_step(self) -> bool:

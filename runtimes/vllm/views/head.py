@@ -18,7 +18,7 @@ from interleave.fragments import Lacking
 from ..fragments import COPY
 from ..interleaver import EngineInterleaver
 from ..rows import Span
-from .base import Native, TensorView
+from .base import OF_A_STEP, Native, TensorView
 
 PAGED = "the engine keeps keys and values of all requests in pages of its own"
 
@@ -28,6 +28,7 @@ class StackView(TensorView):
 
     keyword = "input_ids"
     unskippable = "the engine's other requests need it"
+    uncallable = OF_A_STEP
     described_output = "a BaseModelOutputWithPast"
 
     def __init__(
@@ -69,9 +70,6 @@ class StackView(TensorView):
         if self.head is not None:
             self.head.states = left
         return left
-
-    def call(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return super(TensorView, self).call(native, args, kwargs)
 
 
 class RootView(StackView):

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from .base import Native, TensorView
+from .base import OF_A_STEP, Native, TensorView
 
 
 class LayerView(TensorView):
     """One layer of the stack: the stream before and after it."""
+
+    uncallable = OF_A_STEP
 
     def __init__(self, path: str, module: torch.nn.Module, interleaver: Any, width: int) -> None:
         super().__init__(path, module, interleaver, width=width)
@@ -57,6 +59,3 @@ class LayerView(TensorView):
         if left is not value:
             undress = self.undressed_input if side == "input" else self.undressed
             self.settle_stream(stream, self.unbatched(undress(left)), part, residual)
-
-    def call(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return super(TensorView, self).call(native, args, kwargs)

@@ -38,6 +38,7 @@ from vllm import LLM
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.v1.executor import multiproc_executor
 
+import interleave
 from tests.runtimes.vllm import processes
 from tests.runtimes.vllm.checkpoints import tiny
 from tests.runtimes.vllm.processes import Forked
@@ -115,6 +116,17 @@ def plain(kind: str, tp: int = 1, pp: int = 1, **options: Any) -> Iterator[LLM]:
             yield llm
         finally:
             llm.llm_engine.engine_core.shutdown()
+
+
+@contextlib.contextmanager
+def traced(kind: str, tp: int = 1, **options: Any) -> Iterator[Any]:
+    """The same engine with our workers in it, and the model that traces it: `interleave.load`'s, closed at the end."""
+    with surroundings():
+        model = interleave.load(tiny(kind), runtime="vllm", tp=tp, **OPTIONS | options)
+        try:
+            yield model
+        finally:
+            model.close()
 
 
 _apply = CPUUnquantizedExperts.apply

@@ -1,0 +1,132 @@
+"""Pipeline stages on the real engine: the block of one process, its modules on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import nnsight
+import pytest
+import torch
+
+import interleave
+from tests import harness, operations
+from tests.runtimes.vllm.checkpoints import tiny
+from tests.runtimes.vllm.engines import OPTIONS, surroundings
+
+pytestmark = pytest.mark.vllm
+
+IDS = [3, 7, 5, 9, 4, 11, 6]
+#: Of the largest magnitude, against transformers.
+TOLERANCE = 1e-4
+#: Every layer in a stage of its own.
+CASES = [("llama", 1), ("llama-tied", 2), ("qwen3-moe", 1)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-tp{case[1]}-pp2")
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[str, Any, Any]]:
+    """A kind, its engine of two stages, and transformers' model on one process."""
+    kind, tp = request.param
+    with surroundings():
+        model = interleave.load(tiny(kind), runtime="vllm", tp=tp, pp=2, limit=20, **OPTIONS)
+        try:
+            yield kind, model, interleave.load(tiny(kind), dtype="float32")
+        finally:
+            model.close()
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    assert found.shape == expected.shape
+    expected = expected.detach()
+    return float((found - expected).abs().max()) <= TOLERANCE * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("operation", ["read", "write", "skip"])
+def test_every_location_is_right_or_refused(
+    pair: tuple[str, Any, Any], operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, model, _ = pair
+    monkeypatch.setattr(harness, "TOLERANCE", TOLERANCE)
+    monkeypatch.setattr(operations, "logits_of", lambda model, plan: torch.zeros(1))
+    file = harness.reference(harness.Case(tiny(kind), ids=harness.IDS[:1]), ((operation, False),))
+    expected = torch.load(file, weights_only=False)
+    log = harness.OPERATIONS[operation](model, expected["plans"][operation])
+    verdicts = {}
+    for name, value in expected["logs"][operation, False].items():
+        if (operation, False, name) not in expected["idle"] and not name.startswith("the logits are"):
+            verdicts[name] = harness.judge(value, log.get(name, harness.Failed("absent")))
+    wrong = {name: detail for name, (verdict, detail) in verdicts.items() if verdict == "wrong"}
+    assert not wrong
+    # Most of it is served, on both stages.
+    for layer in ("layers.0", "layers.1"):
+        right = [name for name, (verdict, _) in verdicts.items() if verdict == "right" and layer in name]
+        assert len(right) >= 8, verdicts
+
+
+def test_one_block_reads_writes_caches_and_calls_across_stages(pair: tuple[str, Any, Any]) -> None:
+    def ordered(model: Any, prompt: Any) -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
+        with model.trace(prompt) as tracer:
+            cache = tracer.cache()
+            model.model.layers[0].self_attn.o_proj.input[..., :40] = 0.1
+            first = model.model.layers[0].output
+            seen.append(first.save())
+            model.model.layers[1].self_attn.o_proj.input *= 1.5
+            seen.append(model.model.layers[1].output.save())
+            logits = model.lm_head.output.save()
+            seen.append(model.lm_head(model.model.norm(first)).save())
+            seen.append(model.model.layers[0].input_layernorm(first).save())
+        return [*seen, logits, *(cache[f"model.model.layers.{i}"].output for i in range(2))]
+
+    _, model, reference = pair
+    found, expected = ordered(model, IDS), ordered(reference, torch.tensor([IDS]))
+    assert len(found) == len(expected) == 7
+    assert all(close(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_generation_with_edits_on_both_stages(pair: tuple[str, Any, Any]) -> None:
+    def run(model: Any, prompt: Any) -> list[torch.Tensor]:
+        with model.generate(prompt, max_new_tokens=4) as tracer:
+            seen = nnsight.save([])
+            for _ in tracer.iter[:4]:
+                model.model.layers[0].mlp.output[:] *= 1.2
+                seen.append(model.model.layers[0].output)
+                model.model.layers[1].mlp.output[:] *= 0.7
+                seen.append(model.model.layers[1].output)
+                seen.append(model.lm_head.output)
+        return list(seen)
+
+    _, model, reference = pair
+    found, expected = run(model, IDS), run(reference, torch.tensor([IDS]))
+    assert len(found) == len(expected) == 12
+    assert all(close(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_many_requests_and_an_error_in_one(pair: tuple[str, Any, Any]) -> None:
+    _, model, reference = pair
+    prompts = [IDS, IDS[:4], [8, 3, 10, 4, 5]]
+    with pytest.raises(ZeroDivisionError), model.trace() as tracer:
+        with tracer.invoke(prompts[0]):
+            a = model.model.layers[1].output.save()
+        with tracer.invoke(prompts[1]):
+            model.model.layers[1].output * (1 / 0)
+        with tracer.invoke(prompts[2]):
+            c = model.model.layers[1].output.save()
+    for found, prompt in ((a, prompts[0]), (c, prompts[2])):
+        with reference.trace(torch.tensor([prompt])):
+            expected = reference.model.layers[1].output.save()
+        assert close(found, expected)
+    with model.trace(IDS):
+        again = model.model.layers[0].output.save()
+    assert again.shape == (1, len(IDS), again.shape[-1])
+
+
+def test_a_shape_that_does_not_fit_is_refused_on_every_stage(pair: tuple[str, Any, Any]) -> None:
+    _, model, _ = pair
+    for layer in range(2):
+        with pytest.raises(interleave.ShapeChanged), model.trace(IDS):
+            model.model.layers[layer].mlp.output = torch.zeros(1, 2, 3)
+            model.lm_head.output.save()
+        with model.trace(IDS):
+            logits = model.lm_head.output.save()
+        assert logits.shape[:2] == (1, len(IDS))
