@@ -1,13 +1,14 @@
 # Every target sets up what it needs: an environment of its own, and in it the tested versions (constraints.txt).
 #
 #   make demo           a logit lens on a real model over three ranks; one process is the judge
+#   make demo-vllm      one block on transformers and on vLLM: equal values, and both speeds
 #   make test           the test suite
 #   make test-vllm      the tests of the vLLM runtime, on its engine for CPUs
 #   make test-latest    the comparison with one process, against the newest transformers on PyPI
 #   make lint | format  ruff and pyright | ruff's rewriting
 #   make docs           the site, in site/
 #   make notebooks      run the notebooks and store their output
-#   make bench          the benchmarks
+#   make bench          the benchmarks; make bench-vllm: those of the vLLM runtime
 #
 # ARGS are handed on: make demo ARGS="path/to/model --tp 2", make test ARGS="-k layout".
 
@@ -21,11 +22,14 @@ ARGS   ?=
 # No test may reach for a model hub. Ranks share the cores with each other.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-vllm test-latest lint format docs notebooks bench clean
+.PHONY: demo demo-vllm test test-vllm test-latest lint format docs notebooks bench bench-vllm clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/logit_lens.py $(ARGS)
+
+demo-vllm: $(VENV)/.vllm
+	VLLM_LOGGING_LEVEL=ERROR $(BIN)/python examples/two_runtimes.py $(ARGS)
 
 test: $(VENV)/.installed
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not vllm" --ignore=tests/runtimes/vllm $(ARGS)
@@ -50,6 +54,9 @@ notebooks: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(TEST_ENV) $(BIN)/python -m tests.benchmarks.bracket $(ARGS)
+
+bench-vllm: $(VENV)/.vllm
+	$(TEST_ENV) VLLM_LOGGING_LEVEL=ERROR $(BIN)/python -m tests.benchmarks.vllm $(ARGS)
 
 # A newer library may deprecate what is called here: that is shown, not an error.
 test-latest: $(LATEST)/.installed

@@ -166,6 +166,9 @@ class Packer(cloudpickle.CloudPickler):
             self.filenames.add(obj.code.co_filename)
             arguments = (marshal.dumps(obj.code), obj.copy)
             return _new_mediator, arguments, tuple(scope), None, None, _set_scope
+        if isinstance(obj, types.CodeType):
+            # cloudpickle would drop the file's name.
+            return marshal.loads, (marshal.dumps(obj),)
         if isinstance(obj, port.Cache):
             # nnsight drops the model, which it cannot ship; here it is a reference, and navigation works.
             return object.__new__, (type(obj),), {**obj.__dict__, "_open": {}}

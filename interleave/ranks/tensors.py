@@ -129,8 +129,12 @@ class Outgoing:
                 self.add(tensor.grad)
         return place
 
-    def finish(self) -> tuple[Table, int | None]:
-        """The table and the arena's descriptor (the caller closes it), or None where nothing lies in one."""
+    def finish(self, inline: bool = False) -> tuple[Table, int | None]:
+        """The table and the arena's descriptor (the caller closes it), or None where nothing lies in one.
+
+        Args:
+            inline: Whether all bytes go into the table, for a message that carries no descriptor.
+        """
         table = Table()
         views: dict[int, View] = {}
         contents: list[tuple[Memory, torch.Tensor]] = []
@@ -140,7 +144,7 @@ class Outgoing:
             covered, placed = self._cover(members, len(table.memories))
             views.update(placed)
             num_bytes, device = covered.numel(), covered.device.type
-            if num_bytes < LARGE:
+            if inline or num_bytes < LARGE:
                 memory = Memory(num_bytes, device, inline=bytes_of(covered).tobytes())
             elif self._kept is None:
                 memory = Memory(num_bytes, device, offset=end)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,13 @@ from interleave import nnsight_port as port
 from interleave.envoy import Envoy
 from interleave.errors import InterleaveError, Unserved
 from interleave.fragments import missing
+from interleave.layout import assemble
 from interleave.model import describe
 from interleave.ranks.raised import Raised
 
 from .interleaver import EngineInterleaver
-from .names import Absent, PartOf
+from .names import Absent, PartOf, TiedHead
+from .parallel import is_parallel, parts, weight
 from .views.base import View
 
 
@@ -105,6 +108,47 @@ class EngineEnvoy(Envoy):
         stages = self.interleaver.stages
         if stages is not None:
             stages.note(port.Mediator.current("a call"), kind, f"{self.path}.called", value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias") and isinstance(self._module, PartOf | TiedHead):
+            return self._whole(name, None)
+        return super().__getattr__(name)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        raise Unserved(f"the parameters in `{self.path}` are vLLM's, fused and renamed: read a module's `.weight`")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        raise Unserved(f"the parameters in `{self.path}` are vLLM's, fused and renamed: read a module's `.weight`")
+
+    def _whole(self, name: str, value: Any) -> Any:
+        """A parameter as HuggingFace's model has it, whole; a copy, since every request of the engine uses it.
+
+        Raises:
+            InterleaveError: This is no block: the parameters are in the workers.
+            UnknownLayout: The engine has packed or quantized it.
+        """
+        module, views = self._module, self.interleaver.views
+        if isinstance(module, PartOf | TiedHead):
+            view = views.get(self.path)
+            value = None if view is None else getattr(view.module, name)
+        if value is not None and not isinstance(value, torch.Tensor):
+            return value
+        if not self.interleaver.interleaving or (value is None and self.path not in views):
+            raise InterleaveError(f"`{self.path}.{name}` is in the engine's workers: read it in a trace's block")
+        if value is None:
+            return None
+        owner = views[self.path].module if isinstance(module, PartOf | TiedHead) else module
+        layout = weight(owner, name) if is_parallel(owner) else None
+        piece = value.detach()
+        if isinstance(module, PartOf):
+            part = parts(owner)[module.shard]
+            piece = piece[part.start : part.start + part.width]
+            layout = None if part.layout is None else replace(part.layout, dim=0)
+        if layout is None:
+            return piece.clone()
+        groups = self.interleaver.fragments.groups
+        key = self.interleaver.call_key(f"{self.path}.{name}")
+        return assemble(piece, layout, groups.get("tp", groups["alone"]), key)
 
     @property
     def source(self) -> port.Source:

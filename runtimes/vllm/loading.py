@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from interleave.errors import InterleaveError, Unshardable
@@ -39,7 +42,21 @@ def load(request: LoadRequest) -> Any:
         **additional,
         "interleave": {"limit": request.limit, "unchecked": options.pop("unchecked", False)},
     }
-    return EngineModel(request, options)
+    with without_script():
+        return EngineModel(request, options)
+
+
+@contextlib.contextmanager
+def without_script() -> Iterator[None]:
+    """Keep the processes that vLLM spawns from running the caller's script again, as spawned processes do."""
+    main = sys.modules["__main__"]
+    hidden = {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
+    vars(main).pop("__file__", None)
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        vars(main).update(hidden)
 
 
 def on_cpu(request: LoadRequest) -> None:

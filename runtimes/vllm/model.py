@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,21 +16,24 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from interleave import nnsight_port as port
-from interleave.errors import InterleaveError
+from interleave.errors import DivergedBlock, InterleaveError
 from interleave.load import LoadRequest
 from interleave.model import Model, Tracer
 
 from . import nnsight_port as vllm_port
 from .casting import Casting
+from .edits import EditTracer
+from .engine import Engine, reveal
 from .envoys import EngineEnvoy, instrument
 from .fragments import EngineFragments
 from .interleaver import EngineInterleaver
 from .names import Absent, Original, graft
 from .parallel import refuse_unknown
 from .payload import Answers, Tree, ship
-from .stages import graft_elsewhere
+from .prompts import apart, check, split
 from .requests import BLOCK, EVERY_POSITION, PACKED
-
+from .stages import graft_elsewhere
+from .streams import Stream
 
 #: Arguments of a transformers model's forward that change nothing here: a request is its own tokens, and cached.
 OF_FORWARD = ("attention_mask", "use_cache")
@@ -60,9 +63,32 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         if options["pipeline_parallel_size"] > 1:
             # vLLM makes room for what a stage receives in its trial forward, and makes none on CPUs.
             self._ask("execute_dummy_batch")
-        known = pickle.loads(self._ask("interleave_layouts")[0])
+        if not self._async_engine:
+            self._learn(self._ask("interleave_layouts"))
+        self._generation = 0
+        #: The blocks that the last trace put on its requests.
+        self.attached: list = []
+
+    def _learn(self, layouts: list[bytes]) -> None:
+        fragments = self.interleaver.fragments
+        known = pickle.loads(layouts[0])
         fragments.tree, fragments.between = known["tree"], known["between"]
-        self._failures = 0
+
+    def layout(self, path: str) -> str:
+        if self._async_engine and not self.interleaver.fragments.tree:
+            raise InterleaveError("an async engine tells its layouts to those who wait: `await model.alayout(path)`")
+        return super().layout(path)
+
+    async def alayout(self, path: str) -> str:
+        """`layout`, on an async engine."""
+        if not self.interleaver.fragments.tree:
+            self._learn(await self.vllm_entrypoint.collective_rpc("interleave_layouts"))
+        return super().layout(path)
+
+    def next_generation(self) -> int:
+        """A number for the ranks' next groups."""
+        self._generation += 1
+        return self._generation
 
     @classmethod
     def over(
@@ -98,6 +124,11 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
             options["additional_config"]["interleave"]["names"] = names
         return super()._load(repo_id, **options)
 
+    def _load_sync(self, repo_id: str, **options: Any) -> Any:
+        llm = super()._load_sync(repo_id, **options)
+        llm.llm_engine.__class__ = Engine
+        return llm
+
     def _load_meta(self, repo_id: str, **options: Any) -> torch.nn.Module:
         """The tree that blocks are written against: vLLM's modules, unsharded and without weights."""
         options |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "enable_expert_parallel": False}
@@ -111,6 +142,7 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         kinds = config.model_config
         self._graph_unsafe_prefill = bool(kinds.is_hybrid or kinds.is_attention_free)
         self.tokenizer = None if kinds.skip_tokenizer_init else cached_tokenizer_from_config(kinds)
+        self._vocabulary = kinds.get_vocab_size()
         graft(model, Original.of(kinds))
         return model
 
@@ -134,6 +166,10 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         for name in OF_FORWARD:
             options.pop(name, None)
         options = {"max_tokens": 1, **sampling(options)}
+        if self.vllm_entrypoint is None:
+            raise InterleaveError("the model is closed, and its engine has ended: load it again")
+        if backend is None and self._async_engine:
+            backend = Stream(self)
         return super().trace(*inputs, *prompts, tracer_cls=tracer_cls or EngineTracer, backend=backend, **options)
 
     def generate(self, *inputs: Any, **options: Any) -> Any:
@@ -146,17 +182,52 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         try:
             tracer.capture()  # here, because it looks for the block where its caller's caller is
         except port.WithBlockNotFoundError:
-            options.pop("every_position")
-            self._check_options(options, "lora_request", "edits")
-            return self._generate([self._prompt(prompt) for prompt in split(*inputs)], **options)
-        return tracer
+            pass
+        else:
+            return tracer
+        options.pop("every_position")
+        self._check_options(options, "lora_request", "edits")
+        prompts = self._prompts(*inputs)
+        if self._installed_edits:
+            prompts = [apart(prompt) for prompt in prompts]
+            options["skip_reading_prefix_cache"] = True
+        return self._generate(prompts, **options)
+
+    def edit(self, *, name: str | None = None, inplace: bool = True, backend: Any = None) -> EditTracer:  # type: ignore[override]
+        """Install a block on the engine, for every request from now on, also those of vLLM's own clients.
+
+        What it saves comes back on the requests' outputs, as `output.saves`; what it raised as `output.error`.
+
+        Args:
+            name: Requests that pass `edits=[names]` run the edits of these names, and those that have none. Requests
+                that pass nothing run all.
+            inplace: There is one engine, so nothing but True.
+            backend: nnsight's.
+
+        Returns:
+            For a `with`: a tracer and the edit, which has `clear`.
+        """
+        if not inplace:
+            raise InterleaveError("an edit is installed on the engine, and there is one: inplace=False cannot be had")
+        if name is not None and not isinstance(name, str):
+            raise InterleaveError(f"name={name!r}: an edit's name is a string")
+        return EditTracer(self, backend=backend, name=name)
+
+    def _prompts(self, *inputs: Any) -> list[Any]:
+        """vLLM's prompts, of one invoke."""
+        prompts = [self._prompt(prompt) for prompt in split(*inputs)]
+        for prompt in prompts:
+            check(prompt, self._vocabulary)
+            if self.tokenizer is None and isinstance(prompt, str):
+                raise InterleaveError("a text needs a tokenizer, and the model was loaded without: give token ids")
+        return prompts
 
     def _batch(self, invokes: list[tuple], fn: Any) -> tuple:
         """vLLM's requests: one for each prompt of each invoke."""
         requests, every = [], []
         self._counts = []
         for inputs, options in invokes:
-            prompts = split(*inputs)
+            prompts = self._prompts(*inputs)
             options = sampling_of(options)
             self._check_options(options, "every_position", "lora_request", "edits")
             every += [options.pop("every_position", None)] * len(prompts)
@@ -166,11 +237,20 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         for param, own in zip(params, every, strict=True):
             if own is not None:
                 param.every_position = own
-        return (prompts, params, adapters), rest
+        return ([apart(prompt) for prompt in prompts], params, adapters), rest
 
     def _remoteable_persistent_objects(self) -> dict[str, Any]:
         objects = super()._remoteable_persistent_objects()
         return objects | {f"Envoy:{envoy.path}": envoy for envoy in self.modules()}
+
+    def _call(self, prompts: list, params: list, lora_requests: list, **options: Any) -> list:
+        """Run a trace's requests; vLLM's bars of progress stay away from its output."""
+        blocks = self._attach_mediators(params, **options)
+        outputs = self.vllm_entrypoint.generate(
+            prompts, sampling_params=params, lora_request=lora_requests, use_tqdm=False
+        )
+        self._collect(blocks, outputs)
+        return outputs
 
     def _attach_mediators(self, params: list[SamplingParams], **options: Any) -> list:
         """Put each invoke's block on its request, and the trace's options on the requests that did not set their own.
@@ -203,6 +283,7 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
             if wanted is not None:
                 param.extra_args["nnsight_edits"] = wanted
             param.skip_reading_prefix_cache = True
+        self.attached = blocks
         return blocks
 
     @staticmethod
@@ -216,15 +297,16 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         errors = []
         for mediator, output in zip(mediators, outputs, strict=True):
             self.unpack(answers, mediator, output)
-            error = getattr(output, "nnsight_error", None)
-            if error is not None and "raised" in error:
-                output.nnsight_error = None
-                if not error["is_control_flow"]:
-                    errors.append(error["raised"].rebuild())
+            output.nnsight_error = None
+            if output.error is not None:
+                errors.append(output.error)
         vllm_port.VLLM._collect(mediators, outputs)
+        if any(isinstance(error, DivergedBlock) for error in errors):
+            self._ask("interleave_rebuild", self.next_generation())
         for error in errors[1:]:
             errors[0].add_note(f"another request's block raised {type(error).__name__}: {error}")
         if errors:
+            errors[0].__intervention_tb__ = errors[0].__traceback__
             raise errors[0]
 
     def unpack(self, answers: Answers, mediator: Any, output: Any) -> None:
@@ -242,12 +324,19 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         output.nnsight_saves = sequences[0]
         output.saves = {k: v for k, v in getattr(output, "saves", {}).items() if k != PACKED} | sequences[0]
 
+    async def _generate_async(self, prompts: Any, params: Any, lora_request: Any) -> list:
+        outputs = await super()._generate_async(prompts, params, lora_request)
+        for output in outputs:
+            reveal(output)
+        return outputs
+
     def close(self) -> None:
-        """End the engine."""
+        """End the engine and its processes. A second call does nothing."""
         engine, self.vllm_entrypoint = self.vllm_entrypoint, None
-        if engine is not None:
-            core = getattr(engine, "llm_engine", engine)
-            core.engine_core.shutdown()
+        if self._async_engine and engine is not None:
+            engine.shutdown()
+        elif engine is not None:
+            engine.llm_engine.engine_core.shutdown()
 
 
 def sampling(options: dict[str, Any]) -> dict[str, Any]:
@@ -266,36 +355,6 @@ def sampling_of(options: dict[str, Any]) -> dict[str, Any]:
     if sample is not None:
         options.setdefault("temperature", 1.0 if sample else 0.0)
     return options
-
-
-def split(*inputs: Any) -> list[Any]:
-    """The prompts of one invoke, each as vLLM takes it.
-
-    Raises:
-        InterleaveError: There is none, or more than one argument.
-    """
-    if len(inputs) != 1:
-        raise InterleaveError(f"an invoke takes one prompt or one list of prompts, not {len(inputs)} arguments")
-    prompt = inputs[0]
-    if isinstance(prompt, Mapping) and "input_ids" in prompt:
-        ids, mask = prompt["input_ids"], prompt.get("attention_mask")
-        rows = rows_of(ids)
-        masks = [None] * len(rows) if mask is None else rows_of(mask)
-        return [
-            row if kept is None else [number for number, keep in zip(row, kept, strict=True) if keep]
-            for row, kept in zip(rows, masks, strict=True)
-        ]
-    if isinstance(prompt, torch.Tensor):
-        return rows_of(prompt)
-    if isinstance(prompt, list | tuple) and prompt and not isinstance(prompt[0], int):
-        return [single for item in prompt for single in split(item)]
-    return [prompt]
-
-
-def rows_of(ids: Any) -> list[list[int]]:
-    """Token ids as lists, one for each prompt."""
-    rows = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
-    return rows if rows and isinstance(rows[0], list) else [rows]
 
 
 __all__ = ["EngineModel", "EngineTracer"]

@@ -116,6 +116,12 @@ def weight(module: torch.nn.Module, name: str) -> Layout | None:
     return None
 
 
+def is_parallel(module: torch.nn.Module) -> bool:
+    """Whether the module is a parallel layer, or holds parameters of which a rank has a part."""
+    kind = _name(type(module))
+    return kind in RULES or kind in HELD
+
+
 def sequence_rows(tokens: int, degree: int) -> Rows:
     """The rows of a step's `tokens` that each rank's experts get when they are sequence parallel.
 

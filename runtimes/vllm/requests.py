@@ -6,11 +6,10 @@ What a block cannot be given whole is an error of its own request: the others go
 from __future__ import annotations
 
 import contextlib
-import warnings
+import pickle
 from typing import Any
 
 import torch
-
 from greenlet import error as greenlet_error
 
 from interleave import nnsight_port as port
@@ -45,8 +44,11 @@ class Request(vllm_port.Request):
         arrived = None if self.mediator is None else self.mediator.arrived
         if arrived is None:
             return {}
+        saved = super().saves()
+        for value in saved.values():
+            port.saves().discard(id(value))
         try:
-            return {PACKED: arrived.answer(super().saves())}
+            return {PACKED: arrived.answer(saved)}
         except Exception as error:
             self.error = deferred(error)
             return {}
@@ -62,6 +64,11 @@ class Requests(vllm_port.Requests):
     def __init__(self, tree: Tree) -> None:
         super().__init__()
         self.tree = tree
+
+    def register(self, registration_id: str, payload: bytes, persistent_objects: dict, name: str | None = None) -> None:
+        """Take a block that is to run for every request from now on."""
+        self.templates[registration_id] = Arrived(payload, self.tree).mediator
+        self.names[registration_id] = name
 
     def add(self, new_requests: list, persistent_objects: dict) -> None:
         """Take the block off each new request, and give it its copies of the installed ones."""
@@ -102,7 +109,20 @@ class Requests(vllm_port.Requests):
             if wanted is None or name is None or name in wanted:
                 copy = EngineMediator(template.code, template.glbls, dict(template.lcls))
                 copy.presaved = set(template.presaved)
+                copy.random = template.random
                 request.copies[number] = copy
+
+    def harvest(self, finished: set[str]) -> None:
+        super().harvest(finished)
+        for request in self.requests.values():
+            for taken in request.harvested.values() if request.named(finished) else ():
+                for name, value in list(taken["saves"].items()):
+                    try:
+                        pickle.dumps(value)
+                    except Exception as error:
+                        del taken["saves"][name]
+                        kind = type(value).__name__
+                        taken["error"] = deferred(InterleaveError(f"{name!r} ({kind}) cannot leave the engine: {error}"))
 
     def refuse(self, request: Any, text: str) -> None:
         """Make `text` the request's error, and run no block for it."""
@@ -158,11 +178,15 @@ class Requests(vllm_port.Requests):
         """A generation's result, as transformers gives it: the ids of the prompt and of what was generated."""
         if mediator is None or not mediator.alive or mediator.pending is None or mediator.pending.provider != "result":
             return
-        completion = output.outputs[0]
+        index = next(request.index for request in self.requests.values() if request.mediator is mediator)
+        completions = {completion.index: completion for completion in output.outputs}
+        completion = completions.get(index, output.outputs[0])
         ids = torch.tensor([[*output.prompt_token_ids, *completion.token_ids]])
-        with contextlib.suppress(greenlet_error):
-            mediator.handle("result", ids)
-            self.record(mediator)
+        interleaver = mediator.interleaver
+        with contextlib.suppress(greenlet_error), interleaver.between_steps():
+            while mediator.pending is not None and mediator.pending.provider == "result":
+                interleaver.resume(mediator, ids)
+        self.record(mediator)
 
     def record(self, mediator: Any) -> None:
         error = mediator.exception
@@ -188,10 +212,9 @@ class Requests(vllm_port.Requests):
         except BaseException as thrown:
             if quiet:
                 return
+            mediator.nnsight_error = deferred(thrown)
             if expected is not None and thrown is error:
-                warnings.warn(expected, stacklevel=2)
-            else:
-                mediator.nnsight_error = deferred(thrown)
+                mediator.nnsight_error |= {"is_control_flow": True, "warning": expected}
 
 
 def _is_location(location: str | None) -> bool:

@@ -43,6 +43,10 @@ class ExpertsView(FlatView):
             output = Missing("vLLM's experts add the shared experts' output to it; the block's output is their sum")
         super().__init__(path, module, interleaver, input=Missing(ROUTING), output=output, width=width)
 
+    def dressed_input(self, tensor: Any) -> tuple[tuple, dict[str, Any]]:
+        routing = Lacking.at(self._locations["input"], ROUTING)
+        return (tensor, routing, routing), {}
+
 
 class RouterView(LinearView, FlatView):
     """The router: logits, and the weights and numbers of the experts that they choose.
