@@ -49,12 +49,14 @@ from nnsight.tracing.globals import SOURCES
 from nnsight.tracing.tracer import (
     Tracer,
     WithBlockNotFoundError,
-    _saves as saves,
     dec,
     inc,
     mark,
     push_result,
     skippable,
+)
+from nnsight.tracing.tracer import (
+    _saves as saves,
 )
 from nnsight.tracing.util import SerializedFrame, clean_traceback, filter_traceback
 from nnsight.util import apply

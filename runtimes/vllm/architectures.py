@@ -1,8 +1,8 @@
-"""The architectures whose every location has been compared with transformers, and what was found to be otherwise there.
+"""The architectures whose every location has been compared with transformers, and what differs there.
 
-That a module of vLLM's has the name of one of HuggingFace's, and a value of its shape, does not make the values equal: one model
-scales its embedding inside the module, the other behind it. So HuggingFace's names are served where the tests have
-compared them (`tests/runtimes/vllm/test_locations.py`), and elsewhere on request only.
+That a module of vLLM's has the name of one of HuggingFace's, and a value of its shape, does not make the values equal:
+one model scales its embedding inside the module, the other behind it. So HuggingFace's names are served where the tests
+have compared them (`tests/runtimes/vllm/test_locations.py`), and elsewhere on request only.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ ABSORBED = "vLLM's attention takes this linear apart, and in decoding multiplies
 OPEN_ORDER = "HuggingFace leaves open in which order the chosen experts come; the logits are `output[0]`"
 OTHER_AXES = "HuggingFace computes this norm after it has exchanged heads and tokens"
 
-#: vLLM's name of an architecture -> what it does not have of HuggingFace's: a location (of the HuggingFace name, below the
-#: model, `*` for anything) -> why. `output[1]` is one part of a value.
+#: vLLM's name of an architecture -> what it does not have of HuggingFace's: a location (of the HuggingFace name, below
+#: the model, `*` for anything) -> why. `output[1]` is one part of a value.
 CHECKED: dict[str, dict[str, str]] = {
     "LlamaForCausalLM": {},
     "Qwen2ForCausalLM": {},

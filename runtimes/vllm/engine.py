@@ -1,7 +1,7 @@
 """vLLM's engine, whose finished outputs carry what blocks saved and raised.
 
-nnsight fetches it from the workers; what installed blocks raised is rebuilt here, with the user's lines, because requests
-of vLLM's own clients have nobody else to tell.
+nnsight fetches it from the workers; what installed blocks raised is rebuilt here, with the user's lines, because
+requests of vLLM's own clients have nobody else to tell.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a vLLM engine's values are on each rank, by location.
 
-Views (`views/`) declare the locations they act out. Everything else is vLLM's own value: whole, unless it lies between a layer
-that splits its output and one that takes its input split. Even whole values are served as copies: fused kernels write their
-results into the storage of their arguments, and what a block saved must stay what the module returned.
+Views (`views/`) declare the locations they act out. Everything else is vLLM's own value: whole, unless it lies between
+a layer that splits its output and one that takes its input split. Even whole values are served as copies: fused kernels
+write their results into the storage of their arguments, and what a block saved must stay what the module returned.
 """
 
 from __future__ import annotations

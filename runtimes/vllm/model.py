@@ -37,6 +37,8 @@ from .streams import Stream
 
 #: Arguments of a transformers model's forward that change nothing here: a request is its own tokens, and cached.
 OF_FORWARD = ("attention_mask", "use_cache")
+#: Where a module's name ends in a location.
+SIDES = ("input", "inputs", "output", "skip", "source")
 
 
 class EngineTracer(Tracer, vllm_port.VLLMTracer):
@@ -79,6 +81,21 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
             raise InterleaveError("an async engine tells its layouts to those who wait: `await model.alayout(path)`")
         return super().layout(path)
 
+    def _location(self, path: str) -> str:
+        """With vLLM's name of a module that HuggingFace's model calls otherwise."""
+        first, _, below = path.partition(".")
+        for names in (path, below) if first == self.path else (path,):
+            envoy: Any = self
+            rest = names.split(".")
+            while rest and rest[0] not in SIDES:
+                found = envoy[int(rest[0])] if rest[0].isdigit() else getattr(envoy, rest[0], None)
+                if not isinstance(found, port.Envoy):
+                    break
+                envoy, rest = found, rest[1:]
+            if envoy is not self and (not rest or rest[0] in SIDES):
+                return super()._location(".".join([envoy.path, *rest]))
+        return super()._location(path)
+
     async def alayout(self, path: str) -> str:
         """`layout`, on an async engine."""
         if not self.interleaver.fragments.tree:
@@ -100,7 +117,7 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         unchecked: bool = False,
         names: Iterable[str] = (),
     ) -> EngineModel:
-        """The tree in a worker, over the model that vLLM loaded there. `names`: what other stages of a pipeline hold."""
+        """The tree in a worker, over the model that vLLM loaded. `names`: what other stages of a pipeline hold."""
         refuse_unknown(module)
         original = Original.of(config)
         graft_elsewhere(module, names)
@@ -134,9 +151,9 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         options |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "enable_expert_parallel": False}
         with self._meta_device():
             config = EngineArgs(model=repo_id, **options).create_engine_config()
-            with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
-                with torch.device("meta"), self._meta_values():
-                    model = initialize_model(config)
+            dtype = set_default_torch_dtype(config.model_config.dtype)
+            with set_current_vllm_config(config), dtype, torch.device("meta"), self._meta_values():
+                model = initialize_model(config)
         # Kept by vLLM for whoever asks next: the engine, whose rotary embeddings need values.
         _ROPE_DICT.clear()
         kinds = config.model_config
@@ -166,8 +183,7 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         for name in OF_FORWARD:
             options.pop(name, None)
         options = {"max_tokens": 1, **sampling(options)}
-        if self.vllm_entrypoint is None:
-            raise InterleaveError("the model is closed, and its engine has ended: load it again")
+        self._check_open()
         if backend is None and self._async_engine:
             backend = Stream(self)
         return super().trace(*inputs, *prompts, tracer_cls=tracer_cls or EngineTracer, backend=backend, **options)
@@ -211,7 +227,12 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
             raise InterleaveError("an edit is installed on the engine, and there is one: inplace=False cannot be had")
         if name is not None and not isinstance(name, str):
             raise InterleaveError(f"name={name!r}: an edit's name is a string")
+        self._check_open()
         return EditTracer(self, backend=backend, name=name)
+
+    def _check_open(self) -> None:
+        if self.vllm_entrypoint is None:
+            raise InterleaveError("the model is closed, and its engine has ended: load it again")
 
     def _prompts(self, *inputs: Any) -> list[Any]:
         """vLLM's prompts, of one invoke."""

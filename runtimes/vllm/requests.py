@@ -122,7 +122,8 @@ class Requests(vllm_port.Requests):
                     except Exception as error:
                         del taken["saves"][name]
                         kind = type(value).__name__
-                        taken["error"] = deferred(InterleaveError(f"{name!r} ({kind}) cannot leave the engine: {error}"))
+                        told = InterleaveError(f"{name!r} ({kind}) cannot leave the engine: {error}")
+                        taken["error"] = deferred(told)
 
     def refuse(self, request: Any, text: str) -> None:
         """Make `text` the request's error, and run no block for it."""

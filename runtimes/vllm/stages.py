@@ -1,13 +1,13 @@
 """Pipeline stages: one block over modules that different ranks hold.
 
-Every stage runs the same block. What the block asks for is served where the module is, by its *owner*; the owner keeps a
-log of what it served, and the other stages serve their blocks from the log, in its order. So a block reads, writes,
-saves and caches across stages without asking which stage it is on: an edit counts where the owner makes it, and every
-stage goes on with the value that the owner served.
+Every stage runs the same block. What the block asks for is served where the module is, by its *owner*; the owner
+keeps a log of what it served, and the other stages serve their blocks from the log, in its order. So a block reads,
+writes, saves and caches across stages without asking which stage it is on: an edit counts where the owner makes it,
+and every stage goes on with the value that the owner served.
 
-In a step a stage first follows the logs of the stages before it, then runs its layers, and sends its own log on; when the last
-stage has sampled, the logs go back to the stages before. A block that wants something of an earlier stage after
-something of a later one has missed it, as on one process, and gets the same error.
+In a step a stage first follows the logs of the stages before it, then runs its layers, and sends its own log on;
+when the last stage has sampled, the logs go back to the stages before. A block that wants something of an earlier
+stage after something of a later one has missed it, as on one process, and gets the same error.
 """
 
 from __future__ import annotations

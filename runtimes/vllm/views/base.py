@@ -1,8 +1,9 @@
 """One view over both worlds: HuggingFace's module, acted out over vLLM's.
 
-vLLM computes what HuggingFace's model computes, with other modules: no batch axis, pairs of a stream and a part of it, fused linears. A
-view stands around one vLLM module's forward. It visits HuggingFace's locations in HuggingFace's order, with values
-of HuggingFace's shape, and carries what blocks did there into vLLM's own tensors. Where nobody waits it only counts.
+vLLM computes what HuggingFace's model computes, with other modules: no batch axis, pairs of a stream and a part of
+it, fused linears. A view stands around one vLLM module's forward. It visits HuggingFace's locations in HuggingFace's
+order, with values of HuggingFace's shape, and carries what blocks did there into vLLM's own tensors. Where nobody
+waits it only counts.
 
 A value that a block wrote into goes back into the very tensor that vLLM holds, so that whoever shares the tensor
 sees it, as in HuggingFace's model; a replacement goes on as a new tensor.

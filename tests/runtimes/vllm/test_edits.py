@@ -74,9 +74,9 @@ def test_an_edit_runs_for_every_request_until_it_is_cleared(engine: Any) -> None
 def test_requests_choose_edits_by_name(engine: Any) -> None:
     with engine.edit(name="one") as (_, one):
         first = engine.model.layers[0].output.mean().save()
-    with engine.edit(name="two") as (_, two):
+    with engine.edit(name="two") as (_, _two):
         second = engine.model.layers[1].output.mean().save()
-    with engine.edit() as (_, always):
+    with engine.edit() as (_, _always):
         third = engine.model.layers[0].input.mean().save()
 
     def names(**options: Any) -> set[str]:
@@ -96,7 +96,7 @@ def test_an_edits_error_is_told_on_the_output_and_the_request_goes_on(engine: An
     before = tokens(by_vllm(engine, PROMPT))
     with engine.edit():
         engine.model.layers[0].output
-        1 // 0  # noqa: B018 - it raises
+        1 // 0
     outputs = by_vllm(engine, PROMPT)
     assert tokens(outputs) == before
     assert isinstance(outputs[0].error, ZeroDivisionError)

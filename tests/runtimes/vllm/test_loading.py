@@ -1,0 +1,142 @@
+"""What cannot work is said before an engine starts; what was started ends."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import interleave
+from interleave.errors import InterleaveError, Unshardable
+from tests.runtimes.vllm.checkpoints import tiny
+from tests.runtimes.vllm.engines import OPTIONS, surroundings, traced
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = [5, 17, 3, 99]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"tp": 5}, Unshardable, "12 attention heads.* 1, 2, 3, 6, 12"),
+        ({"tp": 4}, Unshardable, "6 key-value heads"),
+        ({"dp": 2}, Unshardable, "dp=2"),
+        ({"cp": 2}, Unshardable, "cp=2"),
+        ({"tp": 3, "ep": 2}, Unshardable, "ep=2"),
+        ({"max_modle_len": 64}, InterleaveError, "'max_modle_len'.*'max_model_len'"),
+        ({"tensor_parallel_size": 2}, InterleaveError, "tp="),
+        ({"mode": "fast"}, InterleaveError, "'fast'"),
+        ({"taps": ["model.layers.*.output"], "enforce_eager": True}, InterleaveError, "taps"),
+        ({"enforce_eager": False}, InterleaveError, "taps"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_work_is_said_before_an_engine_starts(options: dict[str, Any], error: type, words: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(error, match=words):
+        interleave.load(tiny("llama"), runtime="vllm", **options)
+    assert time.monotonic() - start < 5
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InterleaveError, match=str(tmp_path)):
+        interleave.load(tmp_path, runtime="vllm")
+
+
+def test_without_vllm_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
+    with pytest.raises(InterleaveError, match="pip install"):
+        interleave.load(tiny("llama"), runtime="vllm")
+
+
+def test_layouts_are_told_by_huggingfaces_names() -> None:
+    with traced("llama", 2) as model:
+        assert model.layout("model.layers.0.output") == "whole"
+        assert "tp" in model.layout("model.layers.0.mlp.gate_proj.output")
+        assert "tp" in model.layout("model.layers.0.self_attn.q_proj.output")
+        with pytest.raises(InterleaveError, match="nowhere"):
+            model.layout("model.nowhere")
+        shown = repr(model)
+        assert "q_proj" in shown and "gate_proj" in shown
+
+
+def test_an_alias_of_huggingfaces_can_be_told() -> None:
+    with traced("gpt-oss") as model:
+        assert model.layout("model.layers.0.self_attn.output") == "whole"
+        assert model.layout("model.model.layers.0.mlp.router") == model.layout("model.layers.0.mlp.router.output")
+
+
+def children(pid: int) -> set[int]:
+    """The processes below `pid`."""
+    found: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found |= {child} | children(child)
+    return found
+
+
+def test_closing_ends_the_processes_and_a_closed_model_refuses() -> None:
+    with surroundings():
+        with interleave.load(tiny("llama"), runtime="vllm", tp=2, **OPTIONS) as model:
+            ranks = [rank.proc for rank in model.vllm_entrypoint.llm_engine.model_executor.workers]
+            assert all(rank.is_alive() for rank in ranks) and len(ranks) == 2
+        assert not any(rank.is_alive() for rank in ranks)
+        model.close()
+        with pytest.raises(InterleaveError, match="closed"), model.trace(PROMPT):
+            model.model.layers[0].output.save()
+        with pytest.raises(InterleaveError, match="closed"):
+            model.generate(PROMPT)
+        with pytest.raises(InterleaveError, match="closed"), model.edit():
+            model.model.layers[0].output.save()
+
+
+SCRIPT = """
+import sys, time
+import interleave
+
+model = interleave.load(
+    sys.argv[1], runtime="vllm", tp=2, dtype="float32", max_model_len=64, skip_tokenizer_init=True,
+    kv_cache_memory_bytes=64 << 20,
+)
+with model.trace([5, 17, 3]):
+    hidden = model.model.layers[0].output.save()
+print("shape", tuple(hidden.shape), flush=True)
+time.sleep(600)
+"""
+
+
+def test_no_rank_outlives_a_script_that_is_killed(tmp_path: Path) -> None:
+    """A script as users write it, without a guard around its first line."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(tiny("llama"))]
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    root = Path(interleave.__file__).parents[1]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=root) as process:
+        assert process.stdout is not None
+        line = next((line for line in process.stdout if line.startswith("shape")), "")
+        assert line == "shape (1, 3, 96)\n"
+        below = children(process.pid)
+        assert len(below) >= 2
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
+    end = time.monotonic() + 30
+    while alive := [pid for pid in below if running(pid)]:
+        assert time.monotonic() < end, f"{alive} are left"
+        time.sleep(0.2)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
