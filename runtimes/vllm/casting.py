@@ -1,5 +1,8 @@
 """Which view acts out which module."""
 
+# vLLM's and nnsight's classes meet here at run time, and their declared types do not say so.
+# pyright: reportIndexIssue=false
+
 from __future__ import annotations
 
 import torch

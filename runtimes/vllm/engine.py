@@ -4,6 +4,9 @@ nnsight fetches it from the workers; what installed blocks raised is rebuilt her
 requests of vLLM's own clients have nobody else to tell.
 """
 
+# vLLM's and nnsight's classes meet here at run time, and their declared types do not say so.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import warnings

@@ -1,5 +1,8 @@
 """Envoys over an engine's modules: HuggingFace's values by HuggingFace's names, vLLM's own under `.raw`."""
 
+# vLLM's and nnsight's classes meet here at run time, and their declared types do not say so.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportIncompatibleMethodOverride=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -5,6 +5,9 @@ to step, a block's error ends its own request only, and it is known which reques
 into it: in HuggingFace's model a write into a tensor is seen by everybody who holds the tensor, a replacement is not.
 """
 
+# vLLM's and nnsight's classes meet here at run time, and their declared types do not say so.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator

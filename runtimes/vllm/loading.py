@@ -16,6 +16,8 @@ from transformers import AutoConfig
 from interleave.errors import InterleaveError, Unshardable
 from interleave.load import LoadRequest
 
+from .watch import here
+
 #: Options beside those of vLLM's engine.
 OWN = {"mode", "taps", "unchecked"}
 #: vLLM's names of the degrees.
@@ -113,7 +115,7 @@ def load(request: LoadRequest) -> Any:
     additional = dict(options.pop("additional_config", None) or {})
     options["additional_config"] = {
         **additional,
-        "interleave": {"limit": request.limit, "unchecked": options.pop("unchecked", False)},
+        "interleave": {"limit": request.limit, "unchecked": options.pop("unchecked", False), "client": here()},
     }
     with without_script():
         return EngineModel(request, options)

@@ -1,5 +1,8 @@
 """A vLLM engine under a trace: the client's tree, and the same tree in the workers."""
 
+# vLLM's and nnsight's classes meet here at run time, and their declared types do not say so.
+# pyright: reportAttributeAccessIssue=false, reportIncompatibleVariableOverride=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 import pickle

@@ -1,5 +1,8 @@
 """What may be a prompt: text, token ids in any of the usual forms, a tokenizer's output, one of vLLM's own prompts."""
 
+# vLLM's and nnsight's classes meet here at run time, and their declared types do not say so.
+# pyright: reportReturnType=false
+
 from __future__ import annotations
 
 import uuid

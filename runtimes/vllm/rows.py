@@ -4,6 +4,9 @@ An engine packs the tokens of all requests of a step into one axis; a block sees
 rows are another span in every step, so a span carries the size of the axis it counts on.
 """
 
+# vLLM's and nnsight's classes meet here at run time, and their declared types do not say so.
+# pyright: reportArgumentType=false, reportIncompatibleMethodOverride=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -1,5 +1,8 @@
 """The model runner: vLLM's own, whichever the platform has, with blocks in its steps."""
 
+# vLLM's and nnsight's classes meet here at run time, and their declared types do not say so.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 from typing import Any

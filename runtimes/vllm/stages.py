@@ -10,6 +10,9 @@ when the last stage has sampled, the logs go back to the stages before. A block 
 stage after something of a later one has missed it, as on one process, and gets the same error.
 """
 
+# vLLM's and nnsight's classes meet here at run time, and their declared types do not say so.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import pickle

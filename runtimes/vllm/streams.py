@@ -1,5 +1,8 @@
 """A trace on an async engine: its outputs as they come, with what the block saved on the last of them."""
 
+# vLLM's and nnsight's classes meet here at run time, and their declared types do not say so.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import contextlib

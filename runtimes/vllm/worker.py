@@ -1,5 +1,8 @@
 """The worker class that vLLM is told to use: the platform's own, with our model runner in it."""
 
+# vLLM's and nnsight's classes meet here at run time, and their declared types do not say so.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import pickle
@@ -12,7 +15,8 @@ from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
 from interleave.errors import InterleaveError
 
-from .runner import mixed
+from .runner import CONFIG, mixed
+from .watch import Client, end_with
 
 
 def platform_worker() -> type[GPUWorker]:
@@ -31,6 +35,9 @@ class Worker(platform_worker()):  # type: ignore[misc]
         Raises:
             InterleaveError: The platform has another kind of runner.
         """
+        wanted = self.vllm_config.additional_config.get(CONFIG, {})
+        if "client" in wanted:
+            end_with(Client(*wanted["client"]))
         super().init_device()
         runner = self.model_runner
         if not isinstance(runner, GPUModelRunner):

@@ -1,5 +1,8 @@
 """Mixtures of experts: HuggingFace's router and experts are two modules on flat rows, vLLM's experts do the routing."""
 
+# vLLM's and nnsight's classes meet here at run time, and their declared types do not say so.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -5,6 +5,9 @@ the head, the logits of its request are computed for all positions (in a generat
 HuggingFace does), and an edit of the last position's reaches the sampler.
 """
 
+# vLLM's and nnsight's classes meet here at run time, and their declared types do not say so.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -27,7 +27,8 @@ class LinearView(TensorView):
         super().__init__(
             path, module, interleaver, input=input, output=output, width=getattr(module, "output_size", None)
         )
-
+        if isinstance(output, Placed) and getattr(module, "return_bias", False):
+            self.fragments.tree[f"{path}.raw.output"] = (output, None)
         #: Linears of the same input that HuggingFace runs before this one; vLLM may run them after it.
         self.earlier: list[LinearView] = []
         self._ran = -1
