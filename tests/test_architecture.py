@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 NNSIGHT_PORT = "interleave.nnsight_port"
+#: nnsight's vLLM part, which cannot be imported without vLLM.
+VLLM_PORT = "runtimes.vllm.nnsight_port"
 
 # The leaf that both packages stand on: the collectives, and the sockets that carry some of them.
 LEAF = ("boundary.collectives", "boundary.sockets")
@@ -25,6 +27,7 @@ FORBIDDEN = {
     "interleave": ("runtimes", "boundary"),
     "runtimes": ("boundary", "nnsight"),
     "runtimes.native": ("nnsight",),
+    VLLM_PORT: ("boundary",),
 }
 ALLOWED = {
     "boundary.collectives": ("boundary.sockets",),
