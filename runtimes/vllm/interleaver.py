@@ -10,7 +10,7 @@ into it: in HuggingFace's model a write into a tensor is seen by everybody who h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +84,25 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
     def wanted(self, location: str) -> bool:
         """Whether somebody waits at `location`, a cache keeps it, or a graph is to serve it."""
         return location in self.parked or location in self.observers or location in self.taps
+
+    @property
+    def recording(self) -> bool:
+        """Whether vLLM records a CUDA graph now: visits are taken down for its replays, and not made."""
+        return bool(self.taps) and vllm_port.capture() is not None
+
+    def record(self, locations: Iterable[str], visit: Callable[..., Any], *tensors: torch.Tensor) -> None:
+        """Have every replay of the graph that is being recorded stop here for `visit`, which takes the graph's tensors;
+        if a tap is among `locations`."""
+        capture = vllm_port.capture()
+        if capture is None or self.taps.isdisjoint(locations):
+            return
+        live = vllm_port.weak(tensors)
+
+        def replay() -> None:
+            if self.interleaving:
+                visit(*live)
+
+        capture.add_eager(replay)
 
     def pass_by(self, location: str) -> None:
         """Count a visit that nobody wants."""

@@ -7,6 +7,8 @@ from nnsight.intervention.interleaver import dangling_unwind
 from nnsight.modeling.vllm.async_backend import AsyncVLLMBackend
 from nnsight.modeling.vllm.engines.engine import NNsightLLMEngine, acollect, attach
 from nnsight.modeling.vllm.interleaver import VLLMInterleaver
+from nnsight.modeling.vllm.interleaver import _capture as capture
+from nnsight.modeling.vllm.interleaver import _weak as weak
 from nnsight.modeling.vllm.model_runners.GPUModelRunner import NNsightGPUModelRunner, Request, Requests
 from nnsight.modeling.vllm.registration import RegisteringTracer, Registration
 from nnsight.modeling.vllm.tracer import VLLMTracer
@@ -27,6 +29,8 @@ __all__ = [
     "VLLMTracer",
     "acollect",
     "attach",
+    "capture",
     "capture_exception",
     "dangling_unwind",
+    "weak",
 ]

@@ -49,7 +49,7 @@ class ActivationView(TensorView):
             before = self.function(gate)
             original = before.clone()
             after = self.leave(before if skipped is None else self.over(before, skipped))
-            if after is not before or not torch.equal(after, original):
+            if self.interleaver.recording or after is not before or not torch.equal(after, original):
                 activated = after
         else:
             self.leave(gate)

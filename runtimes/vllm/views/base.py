@@ -106,6 +106,9 @@ class View:
 
     # -- visits ----------------------------------------------------------------------------------------------
 
+    def location(self, side: str) -> str:
+        return self._locations[side]
+
     def wanted(self, side: str) -> bool:
         return self.interleaver.wanted(self._locations[side])
 
@@ -150,6 +153,23 @@ class View:
         Raises:
             InterleaveError: It has another structure or shape than the module's output.
         """
+
+    # -- in a CUDA graph -------------------------------------------------------------------------------------
+
+    def recorded(
+        self, locations: list[str], visit: Callable[..., torch.Tensor], tensor: torch.Tensor, *others: torch.Tensor
+    ) -> torch.Tensor:
+        """Leave `visit` to the replays of the CUDA graph that is being recorded, if a tap is among `locations`.
+
+        Returns:
+            What the rest of the graph computes with: a tensor that holds what `visit` gives in each replay. A tensor of
+            its own, since others may hold `tensor`, and a replacement is not for them.
+        """
+        if self.interleaver.taps.isdisjoint(locations):
+            return tensor
+        left = tensor.clone()
+        self.interleaver.record(locations, lambda left, *tensors: left.copy_(visit(*tensors)), left, tensor, *others)
+        return left
 
     # -- what blocks did -------------------------------------------------------------------------------------
 
@@ -293,6 +313,8 @@ class TensorView(View):
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
         """The visit of the input."""
         self.changed = False
+        if self.interleaver.recording:
+            return self.recorded([self.location("input")], self.enter, tensor)
         if not self.wanted("input"):
             self.pass_by("input")
             return tensor
@@ -302,6 +324,8 @@ class TensorView(View):
 
     def leave(self, tensor: torch.Tensor) -> torch.Tensor:
         """The visit of the output."""
+        if self.interleaver.recording:
+            return self.recorded([self.location("output")], self.leave, tensor)
         if not self.wanted("output"):
             self.pass_by("output")
             return tensor

@@ -89,12 +89,19 @@ class RouterView(LinearView, FlatView):
         return self._rows
 
     def leave(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self._rows is not None
+        return self.look(tensor, self._rows)
+
+    def look(self, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The visit of the output, made of the rows that came in and of the logits."""
+        if self.interleaver.recording:
+            self.interleaver.record([self.location("output")], self.look, tensor, rows)
+            return tensor
         if not self.wanted("output"):
             self.pass_by("output")
             return tensor
-        assert self._rows is not None
         total = self.interleaver.batcher.total
-        value = self.routing(self._rows[:total], tensor[:total])
+        value = self.routing(rows[:total], tensor[:total])
         left = self.visit("output", value)
         if left is not value:
             for mediator, span in self.interleaver.spans():

@@ -69,6 +69,10 @@ class StackView(TensorView):
     def leave(self, tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
             return tensor  # a pipeline stage that is not the last
+        if self.interleaver.recording:
+            # The head computes behind the graph, with what the graph leaves.
+            heads = [] if self.head is None else [self.head.location("input"), self.head.location("output")]
+            return self.recorded([self.location("output"), *heads], self.leave, tensor)
         left = super().leave(tensor)
         if self.head is not None:
             self.head.states = left

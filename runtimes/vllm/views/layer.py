@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ class LayerView(TensorView):
 
     def pair(self, side: str, part: torch.Tensor, residual: torch.Tensor) -> None:
         """The visit of the stream on one side of the layer; edits land in its two parts."""
+        if self.interleaver.recording:
+            self.interleaver.record([self.location(side)], partial(self.pair, side), part, residual)
+            return
         if not self.wanted(side):
             self.pass_by(side)
             return

@@ -151,8 +151,16 @@ class FusedLinearView(LinearView):
             return
         native, tensor, output = self._running
         _, scene = self._coming.pop(0)
-        for part in scene:
-            tensor = part.play(native, tensor, output, slice(part.columns.stop, output.shape[-1]))
-        self._running = (native, tensor, output)
+
+        def play(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+            for part in scene:
+                tensor = part.play(native, tensor, output, slice(part.columns.stop, output.shape[-1]))
+            return tensor
+
+        if self.interleaver.recording:
+            locations = [part.location(side) for part in scene for side in ("input", "output")]
+            self._running = (native, self.recorded(locations, play, tensor, output), output)
+        else:
+            self._running = (native, play(tensor, output), output)
         if not self._coming:
             self._running = None

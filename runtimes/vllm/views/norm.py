@@ -34,37 +34,46 @@ class NormView(TensorView):
         weight = getattr(module, "weight", None)
         width = weight.shape[-1] if isinstance(weight, torch.Tensor) and isinstance(output, Placed) else None
         super().__init__(path, module, interleaver, input=input, output=output, width=width)
+        #: The stream before the visit of the input, and the rows whose norm is taken of something else.
+        self._replaced: tuple[torch.Tensor, list[slice]] | None = None
 
     def forward(self, native: Native, args: tuple, kwargs: dict[str, Any]) -> Any:
         residual = kwargs.get("residual", args[1] if len(args) > 1 else None)
         if residual is None:
             return super().forward(native, args, kwargs)
         tensor = self.taken(args, kwargs)
-        stream, swapped = self.add(tensor, residual)
+        self.add(tensor, residual)
         skipped = self.gate()
         output, residual = native(tensor, residual)
-        for rows in swapped:
-            residual[rows].copy_(stream[rows])
+        self.restore(residual)
         after = self.leave(output if skipped is None else self.over(output, skipped))
         self.done(after)
         return after, residual
 
-    def add(self, tensor: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, list[slice]]:
-        """The visit of the input, the stream, of which vLLM holds the two parts; edits land in these.
-
-        Returns:
-            The stream before the visit, and the rows whose norm is to be taken of something else than the stream.
-        """
+    def add(self, tensor: torch.Tensor, residual: torch.Tensor) -> None:
+        """The visit of the input, the stream, of which vLLM holds the two parts; edits land in these."""
+        self._replaced = None
+        if self.interleaver.recording:
+            self.interleaver.record([self.location("input")], self.add, tensor, residual)
+            return
         if not self.wanted("input"):
             self.pass_by("input")
-            return tensor, []
+            return
         stream = tensor + residual
         value = self.dressed_input(self.batched(stream))
         left = self.visit("input", value)
-        if left is value:
-            return stream, []
-        self.settle_stream(stream, self.unbatched(self.undressed_input(left)), tensor, residual)
-        return stream, [span.rows for span in self.interleaver.swapped]
+        if left is not value:
+            self.settle_stream(stream, self.unbatched(self.undressed_input(left)), tensor, residual)
+            self._replaced = stream, [span.rows for span in self.interleaver.swapped]
+
+    def restore(self, residual: torch.Tensor) -> None:
+        """Let the stream go on as it was where a block replaced what the norm is taken of."""
+        if self.interleaver.recording:
+            self.interleaver.record([self.location("input")], self.restore, residual)
+        elif self._replaced is not None:
+            stream, swapped = self._replaced
+            for rows in swapped:
+                residual[rows].copy_(stream[rows])
 
     def skip_shape(self, rows: int) -> tuple[int, ...] | None:
         if self.width is None:
