@@ -35,6 +35,9 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 4096,
     "max_num_seqs": 32,
     "enable_prefix_caching": False,
+    # Room for all prompts, and for a second engine beside the first.
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 256 << 20,
     "use_tqdm_on_load": False,
 }
 #: Ratio -> the target for it.
