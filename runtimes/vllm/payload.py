@@ -111,8 +111,9 @@ def draws_with_torch_only(value: Any) -> bool:
         return all(map(draws_with_torch_only, value))
     if isinstance(value, dict):
         return all(map(draws_with_torch_only, value.values()))
-    if isinstance(value, types.ModuleType):
-        return value.__name__.partition(".")[0] in ("torch", "nnsight", "interleave")
+    if isinstance(value, types.ModuleType | types.FunctionType):
+        name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__ or ""
+        return name.partition(".")[0] in ("torch", "nnsight", "interleave")
     known = (torch.Tensor, port.Envoy, port.Tracer, int, float, str, torch.dtype, torch.device, NoneType)
     return isinstance(value, known)
 
@@ -185,7 +186,9 @@ class Arrived:
     def answer(self, saves: dict[str, Any]) -> Bytes:
         """Pack what the block saved, and what it did to the objects that it captured."""
         captured = self.captured
-        content = (saves, captured.changes(), captured.tensor_changes(), self.mediator.drawn())
+        # Apart: Python's state is hundreds of numbers, and `Packer` looks at every object that it meets.
+        drawn = pickle.dumps(self.mediator.drawn())
+        content = (saves, captured.changes(), captured.tensor_changes(), drawn)
         try:
             packed, _ = Bytes.of(content, self.tree, Outgoing(detach=True), captured.known)
         except Exception as error:
@@ -211,11 +214,11 @@ class Answers:
     def open(self, packed: Bytes, sent: Sent) -> tuple[dict[str, Any], RandomState | None]:
         """The saved values of one request's block; its changes are made on the way."""
         unpacker = Unpacker(packed.pickle, self.tree, packed.tensors(), sent.objects, sent.tensors)
-        saves, changes, tensors, random = unpacker.load()
+        saves, changes, tensors, drawn = unpacker.load()
         for change in changes:
             self._apply(change, sent.objects[change.number])
         apply_tensors(sent.tensors, tensors, [])
-        return saves, random
+        return saves, pickle.loads(drawn)
 
     def _apply(self, change: Change, target: Any) -> None:
         """A list that several blocks appended to gets all of their items, a dict all of their entries."""

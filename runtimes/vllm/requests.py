@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from greenlet import error as greenlet_error
+from vllm.distributed.parallel_state import get_pp_group
 
 from interleave import nnsight_port as port
 from interleave.errors import InterleaveError
@@ -47,6 +48,8 @@ class Request(vllm_port.Request):
         saved = super().saves()
         for value in saved.values():
             port.saves().discard(id(value))
+        if get_pp_group().rank:
+            return {}  # the client is told what the engine's first rank answers, and the others need not pack it
         try:
             return {PACKED: arrived.answer(saved)}
         except Exception as error:
