@@ -385,7 +385,9 @@ class Fragments(port.Fragments):
 
     def withheld(self, location: str, leaf: Any, node: Any) -> Any:
         """A refused leaf's stand-in; any other leaf itself."""
-        return Withheld(leaf, location, node.reason) if isinstance(node, Refused) and leaf is not None else leaf
+        if not isinstance(node, Refused) or leaf is None:
+            return leaf
+        return (Lacking if isinstance(node, Missing) else Withheld)(leaf, location, node.reason)
 
     def withhold(self, location: str, value: Any) -> Any:
         """`value` with its opaque leaves (KV caches) withheld."""

@@ -22,6 +22,7 @@ import mmap
 import os
 import tempfile
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +92,24 @@ def new_arena(num_bytes: int) -> int:
     return descriptor
 
 
+def write(descriptor: int, content: Any, offset: int) -> None:
+    """Write all of a buffer into an arena. Raises OSError where there is no room for it."""
+    left = memoryview(content).cast("B")
+    while left:
+        written = os.pwrite(descriptor, left, offset)
+        left, offset = left[written:], offset + written
+
+
+def read(descriptor: int, into: Any, offset: int) -> None:
+    """Fill a buffer from an arena."""
+    left = memoryview(into).cast("B")
+    while left:
+        count = os.preadv(descriptor, [left], offset)
+        if not count:
+            raise InterleaveError("a message's tensors end before they are complete")
+        left, offset = left[count:], offset + count
+
+
 def bytes_of(memory: torch.Tensor) -> Any:
     """The bytes of a uint8 tensor, as a numpy array; without a copy where it lies on the CPU."""
     return memory.detach().cpu().numpy()
@@ -129,11 +148,15 @@ class Outgoing:
                 self.add(tensor.grad)
         return place
 
-    def finish(self, inline: bool = False) -> tuple[Table, int | None]:
+    def finish(self, arena: Callable[[int], int] | None = new_arena, large: int = LARGE) -> tuple[Table, int | None]:
         """The table and the arena's descriptor (the caller closes it), or None where nothing lies in one.
 
         Args:
-            inline: Whether all bytes go into the table, for a message that carries no descriptor.
+            arena: Gives the descriptor of an arena of that many bytes. None: all bytes go into the table.
+            large: From this many bytes on, a memory lies in the arena.
+
+        Raises:
+            OSError: The arena has no room.
         """
         table = Table()
         views: dict[int, View] = {}
@@ -144,7 +167,7 @@ class Outgoing:
             covered, placed = self._cover(members, len(table.memories))
             views.update(placed)
             num_bytes, device = covered.numel(), covered.device.type
-            if inline or num_bytes < LARGE:
+            if arena is None or num_bytes < large:
                 memory = Memory(num_bytes, device, inline=bytes_of(covered).tobytes())
             elif self._kept is None:
                 memory = Memory(num_bytes, device, offset=end)
@@ -160,13 +183,16 @@ class Outgoing:
         table.views = [views[place] for place in range(len(self.tensors))]
         if self._kept is not None:
             table.forget = self._kept.trim(in_use)
-        if not end:
+        if not end or arena is None:
             return table, None
-        descriptor = new_arena(end)
-        with mmap.mmap(descriptor, end) as arena:
+        descriptor = arena(end)
+        try:
             for memory, covered in contents:
                 assert memory.offset is not None
-                arena[memory.offset : memory.offset + memory.num_bytes] = memoryview(bytes_of(covered))
+                write(descriptor, bytes_of(covered), memory.offset)
+        except BaseException:
+            os.close(descriptor)
+            raise
         return table, descriptor
 
     def _by_storage(self) -> list[list[int]]:
@@ -280,9 +306,18 @@ class Incoming:
         tensors: In the table's order; each a leaf, with a version counter (never an inference tensor).
     """
 
-    def __init__(self, table: Table, descriptor: int | None, shelf: Shelf | None = None, device: str = "cpu") -> None:
-        """`shelf` is where kept memories lie; `device` is where tensors go that were not on the CPU."""
+    def __init__(
+        self,
+        table: Table,
+        descriptor: int | None,
+        shelf: Shelf | None = None,
+        device: str = "cpu",
+        mapped: bool = False,
+    ) -> None:
+        """`shelf` is where kept memories lie; `device` is where tensors go that were not on the CPU. `mapped`: whether
+        all memories in the arena are seen through private mappings, as kept ones are, and not copied out of it."""
         self.table = table
+        self._mapped = mapped
         arena = None if descriptor is None else Arena(descriptor)
         shelf = Shelf() if shelf is None else shelf
         shelf.forget(table.forget)
@@ -311,14 +346,18 @@ class Incoming:
 
     def _take(self, index: int, mappings: dict[int, mmap.mmap]) -> torch.Tensor:
         memory, place = self.table.memories[index], self._places[index]
-        if memory.key is not None and place is not None:
+        if place is not None and (memory.key is not None or self._mapped):
             arena, offset = place
             if id(arena) not in mappings:
                 mappings[id(arena)] = arena.mapping(writable=True)
             mapping = mappings[id(arena)]
             return torch.frombuffer(mapping, dtype=torch.uint8, count=memory.num_bytes, offset=offset)
         taken = torch.empty(memory.num_bytes, dtype=torch.uint8)
-        taken.numpy()[:] = self._original(index)
+        if place is None:
+            taken.numpy()[:] = self._original(index)
+        else:
+            arena, offset = place
+            read(arena.descriptor, taken.numpy(), offset)
         return taken
 
     def _original(self, index: int) -> Any:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
@@ -22,7 +24,7 @@ from .architectures import CHECKED, UNCHECKED, exceptions
 from .fragments import BETWEEN, COPY, node
 from .interleaver import EngineInterleaver
 from .names import Original, PartOf, TiedHead
-from .parallel import parts, sides
+from .parallel import Sides, containers, parts, sides
 from .stages import Elsewhere
 from .views.activation import ActivationView
 from .views.attention import AttentionView
@@ -33,6 +35,10 @@ from .views.head import HeadView, RootView, StackView
 from .views.layer import LayerView
 from .views.linear import FusedLinearView, LinearView, PartView
 from .views.norm import NormView
+
+#: Why some values of modules around a parallel layer are refused.
+UNFINISHED = "a layer in it hands on one rank's term of a sum, and its class does not say whether the sum is finished"
+TOKEN_ROWS = "sequence-parallel experts compute with other token rows on every rank"
 
 NORMS = (RMSNorm, GemmaRMSNorm, torch.nn.LayerNorm)
 
@@ -58,6 +64,9 @@ class Casting:
         self.interleaver: EngineInterleaver = root.interleaver  # type: ignore[assignment]
         self.fragments = self.interleaver.fragments
         self.modules = {envoy.path: envoy._module for envoy in root.modules()}
+        self.sides = {path: found for path, module in self.modules.items() if (found := sides(module, path))}
+        around = containers(root._module)
+        self.containers = {f"{root.path}.{name}" if name else root.path: found for name, found in around.items()}
         self.names = {f"{root.path}.{name}" if name else root.path: name for name in original}
         self.views: dict[str, View] = self.interleaver.views
         self.heads: dict[str, View] = {}
@@ -65,9 +74,8 @@ class Casting:
     def cast(self) -> dict[str, View]:
         """Declare what is between split layers, then a view for each module. Returns views by path of the module whose
         forward they stand around."""
-        for path, module in self.modules.items():
-            found = sides(module, path)
-            if found is not None and isinstance(found.output, Shard):
+        for path, found in self.sides.items():
+            if isinstance(found.output, Shard):
                 self.fragments.between.add(self.common(path))
         for path, module in self.modules.items():
             view = self.view(path, module)
@@ -80,6 +88,7 @@ class Casting:
         self.arrange()
         self.restore_order()
         self.admit()
+        self.own()
         around = {path: view for path, view in self.views.items() if not isinstance(view, PartView | HeadView)}
         return around | self.heads
 
@@ -88,12 +97,26 @@ class Casting:
         parent = path
         while "." in parent:
             parent = parent.rpartition(".")[0]
-            for other, module in self.modules.items():
-                if other.startswith(f"{parent}."):
-                    found = sides(module, other)
-                    if found is not None and isinstance(found.input, Shard):
-                        return parent
+            for other, found in self.sides.items():
+                if other.startswith(f"{parent}.") and isinstance(found.input, Shard):
+                    return parent
         return path
+
+    def own(self) -> None:
+        """Declare vLLM's own values on the two sides of parallel layers, and of the modules around them."""
+        for path, found in {**self.sides, **self.containers}.items():
+            raw = f"{path}.raw" if path in self.views else path
+            for side in ("input", "output"):
+                self.fragments.tree.setdefault(f"{raw}.{side}", self.spread(found, side))
+
+    @staticmethod
+    def spread(found: Sides | None, side: Literal["input", "output"]) -> Placed | Refused:
+        """How the value on one side of a parallel layer, or of a module around one, is spread."""
+        if found is None:
+            return COPY if side == "input" else Refused(UNFINISHED)
+        if found.rows:
+            return Refused(TOKEN_ROWS)
+        return node(getattr(found, side), found.axis)
 
     def admit(self) -> None:
         """Refuse what was found to be otherwise than HuggingFace's, or was never compared."""
@@ -102,6 +125,9 @@ class Casting:
                 view.withdraw(UNCHECKED)
                 continue
             name = self.hf_name(path)
+            if (found := self.containers.get(path, self.sides.get(path))) is not None and found.rows:
+                view.withdraw(TOKEN_ROWS)
+                continue
             for side in ("input", "output"):
                 for part, reason in exceptions(self.architecture, name or "", side).items():
                     view.withdraw(reason, side, part)
@@ -170,11 +196,7 @@ class Casting:
 
     def block(self, path: str, module: torch.nn.Module) -> TensorView:
         """A feed-forward block: spread as its last linear's output is."""
-        output: Placed | Refused = COPY
-        for name, child in module._modules.items():
-            found = None if child is None else sides(child, f"{path}.{name}")
-            if found is not None and found.input is not None:
-                output = node(found.output, found.axis)
+        output = self.spread(self.containers[path], "output") if path in self.containers else COPY
         return TensorView(path, module, self.interleaver, output=output, width=self.width)
 
     def linear(self, path: str, module: torch.nn.Module) -> View:
@@ -209,7 +231,7 @@ class Casting:
         takers = [
             child
             for name, child in self.children(parent).items()
-            if (found := sides(child, f"{parent}.{name}")) is not None
+            if (found := self.sides.get(f"{parent}.{name}")) is not None
             and found.input is None
             and getattr(child, "input_size", None) == (None if weight is None else weight.shape[-1])
         ]

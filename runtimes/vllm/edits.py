@@ -61,7 +61,7 @@ class EditTracer(vllm_port.RegisteringTracer):
         assert self.info is not None
         frame = self.info.frame
         block = port.Mediator(code, frame.f_globals, dict(frame.f_locals), node=self.node)
-        self._payload, _ = ship(block, Tree(self._model))
+        self._payload = ship(block, Tree(self._model)).data
 
 
 __all__ = ["Edit", "EditTracer"]

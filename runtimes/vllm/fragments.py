@@ -41,7 +41,7 @@ class EngineFragments(Fragments):
     def layout(self, location: str) -> Tree:
         if location in self.tree:
             return self.tree[location]
-        if location.endswith(".skip"):
+        if location.endswith((".skip", ".called")):
             return None
         path = location.partition(".source.")[0]
         while path:

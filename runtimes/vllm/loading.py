@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from interleave.errors import InterleaveError, Unshardable
 from interleave.load import LoadRequest
 
+from .arenas import Arenas
 from .watch import here
 
 #: Options beside those of vLLM's engine.
@@ -113,12 +114,22 @@ def load(request: LoadRequest) -> Any:
     if request.dtype is not None:
         options["dtype"] = request.dtype
     additional = dict(options.pop("additional_config", None) or {})
+    arenas = Arenas.make()
     options["additional_config"] = {
         **additional,
-        "interleave": {"limit": request.limit, "unchecked": options.pop("unchecked", False), "client": here()},
+        "interleave": {
+            "limit": request.limit,
+            "unchecked": options.pop("unchecked", False),
+            "client": here(),
+            "arenas": arenas,
+        },
     }
-    with without_script():
-        return EngineModel(request, options)
+    try:
+        with without_script():
+            return EngineModel(request, options, arenas)
+    except BaseException:
+        arenas.end()
+        raise
 
 
 @contextlib.contextmanager
@@ -135,11 +146,20 @@ def without_script() -> Iterator[None]:
 
 
 def on_cpu(request: LoadRequest, options: dict[str, Any]) -> None:
-    """What vLLM has to be told when its ranks are CPU workers; what the user has set stands."""
+    """What vLLM has to be told when its ranks are CPU workers; what the user has set stands.
+
+    Raises:
+        Unshardable: vLLM cannot do that on CPUs.
+    """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
+    if request.ep > 1:
+        raise Unshardable(
+            f"ep={request.ep}: vLLM's experts for CPUs take no notice of which experts a rank holds, so their values "
+            f"are wrong; leave out ep, and every rank holds a part of each expert"
+        )
     ranks = request.tp * request.pp
     if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         options.setdefault("kv_cache_memory_bytes", KEYS_AND_VALUES)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,6 +25,7 @@ from interleave.load import LoadRequest
 from interleave.model import Model, Tracer
 
 from . import nnsight_port as vllm_port
+from .arenas import Arenas
 from .casting import Casting
 from .edits import EditTracer
 from .engine import Engine, reveal
@@ -53,7 +55,9 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
 
     _WORKER_CLS = "runtimes.vllm.worker.Worker"
 
-    def __init__(self, request: LoadRequest, options: dict[str, Any]) -> None:
+    def __init__(self, request: LoadRequest, options: dict[str, Any], arenas: Arenas) -> None:
+        self.__dict__["arenas"] = arenas
+        weakref.finalize(self, arenas.end)
         fragments = EngineFragments()
         fragments.enabled = False
         self.__dict__["_persistent_id"] = "Envoy:model"
@@ -68,9 +72,15 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         if options["pipeline_parallel_size"] > 1:
             # vLLM makes room for what a stage receives in its trial forward, and makes none on CPUs.
             self._ask("execute_dummy_batch")
+        #: Where blocks lay what they captured; None where not every rank is known to reach it.
+        self._outbound: Arenas | None = None
         if not self._async_engine:
             self._learn(self._ask("interleave_layouts"))
+            if all(self._ask("interleave_reaches")):
+                self._outbound = arenas
         self._generation = 0
+        #: The arenas of blocks that run.
+        self._laid: list[str] = []
         #: The blocks that the last trace put on its requests.
         self.attached: list = []
 
@@ -269,10 +279,15 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
 
     def _call(self, prompts: list, params: list, lora_requests: list, **options: Any) -> list:
         """Run a trace's requests; vLLM's bars of progress stay away from its output."""
-        blocks = self._attach_mediators(params, **options)
-        outputs = self.vllm_entrypoint.generate(
-            prompts, sampling_params=params, lora_request=lora_requests, use_tqdm=False
-        )
+        try:
+            blocks = self._attach_mediators(params, **options)
+            outputs = self.vllm_entrypoint.generate(
+                prompts, sampling_params=params, lora_request=lora_requests, use_tqdm=False
+            )
+        finally:
+            for name in self._laid:
+                self.arenas.remove(name)
+            self._laid.clear()
         self._collect(blocks, outputs)
         return outputs
 
@@ -301,7 +316,10 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
             wanted = getattr(param, "nnsight_edits", None) if "edits" in named else edits
             self._check_edit_names(wanted)
             if id(block) not in shipped:
-                shipped[id(block)], block.sent = ship(block, tree)  # type: ignore[attr-defined]
+                sent = ship(block, tree, self._outbound)
+                shipped[id(block)], block.sent = sent.data, sent.sent  # type: ignore[attr-defined]
+                if sent.arena is not None:
+                    self._laid.append(sent.arena)
             own = getattr(param, "every_position", every)
             param.extra_args = {**(param.extra_args or {}), BLOCK: shipped[id(block)], EVERY_POSITION: own}
             if wanted is not None:
@@ -317,7 +335,7 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
             raise InterleaveError(f"{unknown[0]!r} is no option of a trace, and none of vLLM's sampling parameters")
 
     def _collect(self, mediators: list, outputs: list) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        answers = Answers(Tree(self))
+        answers = Answers(Tree(self), self.arenas)
         errors = []
         for mediator, output in zip(mediators, outputs, strict=True):
             self.unpack(answers, mediator, output)
@@ -361,6 +379,7 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
             engine.shutdown()
         elif engine is not None:
             engine.llm_engine.engine_core.shutdown()
+        self.arenas.end()
 
 
 def sampling(options: dict[str, Any]) -> dict[str, Any]:

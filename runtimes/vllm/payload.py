@@ -7,10 +7,13 @@ the client's own.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
+import os
 import pickle
 import types
 from dataclasses import dataclass
+from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -32,22 +35,50 @@ from interleave.ranks.packing import (
 from interleave.ranks.surroundings import RandomState
 from interleave.ranks.tensors import Incoming, Outgoing, Table
 
+from .arenas import LARGE, Arenas
+
 
 @dataclass
 class Bytes:
-    """A pickle with its tensors."""
+    """A pickle with its tensors: those that are large in the arena of that name, if there is one."""
 
     pickle: bytes
     table: Table
+    arena: str | None = None
 
     @classmethod
-    def of(cls, value: Any, tree: Tree, tensors: Outgoing, known: Any = ({}, {})) -> tuple[Bytes, Packer]:
+    def of(
+        cls, value: Any, tree: Tree, tensors: Outgoing, known: Any = ({}, {}), arenas: Arenas | None = None
+    ) -> tuple[Bytes, Packer]:
         data, packer = pack(value, lambda file: Packer(file, tree, tensors, known))
-        table, _ = tensors.finish(inline=True)
-        return cls(data, table), packer
+        return cls(data, *_laid_out(tensors, arenas)), packer
 
-    def tensors(self) -> Incoming:
-        return Incoming(self.table, None)
+    def tensors(self, arenas: Arenas | None, shared: bool = False) -> Incoming:
+        """The tensors; their arena is removed, unless it is shared with other receivers."""
+        if self.arena is None:
+            return Incoming(self.table, None)
+        assert arenas is not None
+        descriptor = arenas.open(self.arena)
+        if not shared:
+            arenas.remove(self.arena)
+        return Incoming(self.table, descriptor, mapped=shared)
+
+
+def _laid_out(tensors: Outgoing, arenas: Arenas | None) -> tuple[Table, str | None]:
+    """The table of a message's tensors, and the name of their arena; without one where that has no room."""
+    if arenas is not None:
+        name = arenas.name()
+        try:
+            table, descriptor = tensors.finish(partial(arenas.create, name), LARGE)
+        except OSError:
+            with contextlib.suppress(OSError):
+                arenas.remove(name)
+        else:
+            if descriptor is None:
+                return table, None
+            os.close(descriptor)
+            return table, name
+    return tensors.finish(arena=None)[0], None
 
 
 class Block(NamedTuple):
@@ -58,8 +89,21 @@ class Block(NamedTuple):
     random: RandomState
 
 
-def ship(mediator: port.Mediator, tree: Tree) -> tuple[bytes, Sent]:
-    """Pack a block, in the client; and what the answer will refer to.
+class Shipped(NamedTuple):
+    """A packed block; what its answer will refer to; and the arena that its ranks read."""
+
+    data: bytes
+    sent: Sent
+    arena: str | None
+
+
+def ship(mediator: port.Mediator, tree: Tree, arenas: Arenas | None = None) -> Shipped:
+    """Pack a block, in the client.
+
+    Args:
+        mediator: The block.
+        tree: The model on this side.
+        arenas: Where its large tensors are laid; None: they travel in the message.
 
     Raises:
         InterleaveError: With the name of a variable that cannot cross.
@@ -69,12 +113,13 @@ def ship(mediator: port.Mediator, tree: Tree) -> tuple[bytes, Sent]:
     saved = port.saves()
     mediator.presaved = {name for name, value in used_locals.items() if id(value) in saved}
     try:
-        packed, packer = Bytes.of((mediator, mediator.presaved), tree, tensors)
+        packed, packer = Bytes.of((mediator, mediator.presaved), tree, tensors, arenas=arenas)
     except Exception as error:
         raise _naming(error, {**used_globals, **used_locals}, tree) from None
     texts = {name: port.Tracer.source(name) for name in packer.filenames}
     sources = {name: text for name, text in texts.items() if text}
-    return pickle.dumps(Block(packed, sources, RandomState.now())), Sent(packer, tensors)
+    data = pickle.dumps(Block(packed, sources, RandomState.now()))
+    return Shipped(data, Sent(packer, tensors), packed.arena)
 
 
 def _naming(error: Exception, variables: dict[str, Any], tree: Tree) -> Exception:
@@ -167,15 +212,15 @@ class EngineMediator(port.Mediator):
 class Arrived:
     """A block that has come to a worker."""
 
-    def __init__(self, data: bytes, tree: Tree) -> None:
+    def __init__(self, data: bytes, tree: Tree, arenas: Arenas | None) -> None:
         block: Block = pickle.loads(data)
         for filename, text in block.sources.items():
             port.SOURCES[filename] = text
             linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-        tensors = block.packed.tensors()
+        tensors = block.packed.tensors(arenas, shared=True)
         unpacker = Unpacker(block.packed.pickle, tree, tensors)
         mediator, presaved = unpacker.load()
-        self.tree = tree
+        self.tree, self.arenas = tree, arenas
         self.captured = Captured(unpacker.memo.copy(), tensors)  # pyright: ignore[reportAttributeAccessIssue]
         mediator.__class__ = EngineMediator
         mediator.presaved = presaved
@@ -190,7 +235,7 @@ class Arrived:
         drawn = pickle.dumps(self.mediator.drawn())
         content = (saves, captured.changes(), captured.tensor_changes(), drawn)
         try:
-            packed, _ = Bytes.of(content, self.tree, Outgoing(detach=True), captured.known)
+            packed, _ = Bytes.of(content, self.tree, Outgoing(detach=True), captured.known, self.arenas)
         except Exception as error:
             raise self._naming(error, saves) from None
         return packed
@@ -207,13 +252,13 @@ class Arrived:
 class Answers:
     """Puts what several requests' blocks did to the client's objects together."""
 
-    def __init__(self, tree: Tree) -> None:
-        self.tree = tree
+    def __init__(self, tree: Tree, arenas: Arenas | None) -> None:
+        self.tree, self.arenas = tree, arenas
         self._before: dict[int, Any] = {}
 
     def open(self, packed: Bytes, sent: Sent) -> tuple[dict[str, Any], RandomState | None]:
         """The saved values of one request's block; its changes are made on the way."""
-        unpacker = Unpacker(packed.pickle, self.tree, packed.tensors(), sent.objects, sent.tensors)
+        unpacker = Unpacker(packed.pickle, self.tree, packed.tensors(self.arenas), sent.objects, sent.tensors)
         saves, changes, tensors, drawn = unpacker.load()
         for change in changes:
             self._apply(change, sent.objects[change.number])
@@ -239,4 +284,4 @@ def _starts_with(items: list, start: list) -> bool:
     return len(items) >= len(start) and all(a is b for a, b in zip(items, start, strict=False))
 
 
-__all__ = ["Answers", "Arrived", "EngineMediator", "Tree", "ship", "torch"]
+__all__ = ["Answers", "Arrived", "EngineMediator", "Shipped", "Tree", "ship"]

@@ -18,6 +18,7 @@ from interleave.errors import InterleaveError
 from interleave.ranks.raised import Raised
 
 from . import nnsight_port as vllm_port
+from .arenas import Arenas
 from .payload import Arrived, EngineMediator, Tree
 from .rows import Span
 
@@ -62,15 +63,17 @@ class Requests(vllm_port.Requests):
 
     Args:
         tree: The model, as blocks refer to it.
+        arenas: Where large tensors lie between the client and this worker; None where they share no memory.
     """
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, arenas: Arenas | None = None) -> None:
         super().__init__()
         self.tree = tree
+        self.arenas = arenas
 
     def register(self, registration_id: str, payload: bytes, persistent_objects: dict, name: str | None = None) -> None:
         """Take a block that is to run for every request from now on."""
-        self.templates[registration_id] = Arrived(payload, self.tree).mediator
+        self.templates[registration_id] = Arrived(payload, self.tree, self.arenas).mediator
         self.names[registration_id] = name
 
     def add(self, new_requests: list, persistent_objects: dict) -> None:
@@ -83,7 +86,7 @@ class Requests(vllm_port.Requests):
             self.install(request, extra.get("nnsight_edits"))
             if BLOCK in extra:
                 try:
-                    request.mediator = Arrived(extra[BLOCK], self.tree).mediator
+                    request.mediator = Arrived(extra[BLOCK], self.tree, self.arenas).mediator
                 except Exception as error:
                     request.error = deferred(error)
             for mediator in request.workers():

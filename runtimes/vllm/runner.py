@@ -13,6 +13,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from interleave.agreement import Agreement
 
 from . import nnsight_port as vllm_port
+from .arenas import Arenas
 from .fragments import EngineFragments
 from .interleaver import EngineInterleaver
 from .model import EngineModel
@@ -53,7 +54,9 @@ class Runner(vllm_port.NNsightGPUModelRunner):
             wanted.get("names", ()),
         )
         interleaver.batcher = RowBatcher()
-        self.nnsight_requests = Requests(Tree(self.nnsight_model))
+        arenas = Arenas(*wanted["arenas"]) if "arenas" in wanted else None
+        reached = arenas is not None and arenas.reachable()
+        self.nnsight_requests = Requests(Tree(self.nnsight_model), arenas if reached else None)
         self.nnsight_persistent_objects = self.nnsight_model._remoteable_persistent_objects()
 
         if get_pp_group().world_size > 1:

@@ -43,7 +43,7 @@ class Stream(vllm_port.AsyncVLLMBackend):
         vllm_port.attach(output, entry)
         reveal(output)
         (block,) = self._blocks
-        self.model.unpack(Answers(Tree(self.model)), block, output)
+        self.model.unpack(Answers(Tree(self.model), self.model.arenas), block, output)
         for completion, saves in zip(output.outputs, output.nnsight_sequences, strict=False):
             completion.saves = saves
         if isinstance(output.error, DivergedBlock):

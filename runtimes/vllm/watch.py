@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 #: Seconds that a rank has to end in order.
@@ -27,39 +28,41 @@ class Client(NamedTuple):
 
 def here() -> Client:
     """This process."""
-    return Client(os.getpid(), _place())
+    return Client(os.getpid(), place())
 
 
-def end_with(client: Client) -> None:
-    """End this process when the client has; where that can be seen from here."""
-    if not hasattr(os, "pidfd_open") or client.place != _place() or client.pid == os.getpid():
+def end_with(client: Client, then: Callable[[], None]) -> None:
+    """End this process when the client has, where that can be seen from here, and call `then` before."""
+    if not hasattr(os, "pidfd_open") or client.place != place() or client.pid == os.getpid():
         return
     try:
         descriptor = os.pidfd_open(client.pid)
     except ProcessLookupError:
-        _end()
+        _end(then)
     else:
-        threading.Thread(target=_watch, args=(descriptor,), name="watch the client", daemon=True).start()
+        threading.Thread(target=_watch, args=(descriptor, then), name="watch the client", daemon=True).start()
 
 
-def _place() -> str:
+def place() -> str:
+    """The machine, and the namespace of process ids on it."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
 
 
-def _watch(descriptor: int) -> None:
+def _watch(descriptor: int, then: Callable[[], None]) -> None:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.poll()
-    _end()
+    _end(then)
 
 
-def _end() -> None:
+def _end(then: Callable[[], None]) -> None:
+    then()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)
     os._exit(1)
 
 
-__all__ = ["Client", "end_with", "here"]
+__all__ = ["Client", "end_with", "here", "place"]

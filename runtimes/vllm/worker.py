@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
 from interleave.errors import InterleaveError
 
+from .arenas import Arenas
 from .runner import CONFIG, mixed
 from .watch import Client, end_with
 
@@ -37,7 +38,7 @@ class Worker(platform_worker()):  # type: ignore[misc]
         """
         wanted = self.vllm_config.additional_config.get(CONFIG, {})
         if "client" in wanted:
-            end_with(Client(*wanted["client"]))
+            end_with(Client(*wanted["client"]), Arenas(*wanted["arenas"]).end)
         super().init_device()
         runner = self.model_runner
         if not isinstance(runner, GPUModelRunner):
@@ -66,6 +67,10 @@ class Worker(platform_worker()):  # type: ignore[misc]
     def nnsight_clear_registered(self, registration_id: str) -> None:
         """Take an installed block off."""
         self.model_runner.nnsight_clear_registered(registration_id)
+
+    def interleave_reaches(self) -> bool:
+        """Whether the client's arenas are on this machine."""
+        return self.model_runner.nnsight_requests.arenas is not None
 
     def interleave_layouts(self) -> bytes:
         """The layouts of all locations."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 import interleave
-from tests import harness, operations
+from tests.harness import Report
+from tests.runtimes.vllm import harness
 from tests.runtimes.vllm.checkpoints import tiny
 from tests.runtimes.vllm.engines import OPTIONS, surroundings
 
@@ -41,26 +43,16 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return float((found - expected).abs().max()) <= TOLERANCE * float(expected.abs().max())
 
 
-@pytest.mark.parametrize("operation", ["read", "write", "skip"])
-def test_every_location_is_right_or_refused(
-    pair: tuple[str, Any, Any], operation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("operation", ["read", "write", "skip", "call"])
+def test_every_location_is_what_transformers_has(pair: tuple[str, Any, Any], operation: str) -> None:
     kind, model, _ = pair
-    monkeypatch.setattr(harness, "TOLERANCE", TOLERANCE)
-    monkeypatch.setattr(operations, "logits_of", lambda model, plan: torch.zeros(1))
-    file = harness.reference(harness.Case(tiny(kind), ids=harness.IDS[:1]), ((operation, False),))
-    expected = torch.load(file, weights_only=False)
-    log = harness.OPERATIONS[operation](model, expected["plans"][operation])
-    verdicts = {}
-    for name, value in expected["logs"][operation, False].items():
-        if (operation, False, name) not in expected["idle"] and not name.startswith("the logits are"):
-            verdicts[name] = harness.judge(value, log.get(name, harness.Failed("absent")))
-    wrong = {name: detail for name, (verdict, detail) in verdicts.items() if verdict == "wrong"}
-    assert not wrong
+    expected = harness.expected(kind, (operation,))
+    findings = harness.by_transformers(expected, harness.play(model, expected))
+    Report(2, findings).check(functools.partial(harness.may_be_refused, kind))
     # Most of it is served, on both stages.
     for layer in ("layers.0", "layers.1"):
-        right = [name for name, (verdict, _) in verdicts.items() if verdict == "right" and layer in name]
-        assert len(right) >= 8, verdicts
+        right = [finding for finding in findings if finding.verdict == "right" and layer in finding.name]
+        assert len(right) >= 8, findings
 
 
 def test_one_block_reads_writes_caches_and_calls_across_stages(pair: tuple[str, Any, Any]) -> None:
