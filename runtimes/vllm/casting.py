@@ -103,8 +103,10 @@ class Casting:
         return path
 
     def own(self) -> None:
-        """Declare vLLM's own values on the two sides of parallel layers, and of the modules around them."""
-        for path, found in {**self.sides, **self.containers}.items():
+        """Declare vLLM's own values on the two sides of linears and other parallel layers, and of the modules around
+        them."""
+        linears = {path: Sides() for path, module in self.modules.items() if isinstance(module, LinearBase)}
+        for path, found in {**linears, **self.sides, **self.containers}.items():
             raw = f"{path}.raw" if path in self.views else path
             for side in ("input", "output"):
                 self.fragments.tree.setdefault(f"{raw}.{side}", self.spread(found, side))

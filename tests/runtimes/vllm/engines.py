@@ -119,10 +119,17 @@ def plain(kind: str, tp: int = 1, pp: int = 1, **options: Any) -> Iterator[LLM]:
 
 
 @contextlib.contextmanager
-def traced(kind: str, tp: int = 1, **options: Any) -> Iterator[Any]:
-    """The same engine with our workers in it, and the model that traces it: `interleave.load`'s, closed at the end."""
+def traced(source: str | Path, tp: int = 1, **options: Any) -> Iterator[Any]:
+    """An engine with our workers in it, and the model that traces it: `interleave.load`'s, closed at the end.
+
+    Args:
+        source: A key of `checkpoints.KINDS`, or a model's directory.
+        tp: The degree of tensor parallelism.
+        **options: What departs from `OPTIONS`.
+    """
     with surroundings():
-        model = interleave.load(tiny(kind), runtime="vllm", tp=tp, **OPTIONS | options)
+        path = source if isinstance(source, Path) else tiny(source)
+        model = interleave.load(path, runtime="vllm", tp=tp, **OPTIONS | options)
         try:
             yield model
         finally:

@@ -33,6 +33,13 @@ from tests.runtimes.vllm.checkpoints import tiny
 #: Largest difference allowed between an engine's kernels and transformers', relative to the largest magnitude.
 KERNELS = 1e-4
 
+#: The same over the thirty layers of SmolLM2, where transformers' float32 is up to 2.6e-4 from its own float64, and the
+#: engine up to 1.1e-4.
+DEEP = 5e-4
+
+#: Of the pages that an engine does not show, one leaf in each value is asked for.
+OF_A_CACHE = re.compile(r"\['past_key_values'\]\.layers\[(\d+\]\.values|[1-9]\d*\]\.keys)")
+
 NOT_CACHED = "no such module in the cache"
 
 OPERATIONS = ("read", "cache", "write", "skip", "call")
@@ -102,6 +109,11 @@ def expected(kind: str, chosen: tuple[str, ...] = OPERATIONS, edited: str = ".*"
     case = Case(source_of(kind), options, ids=harness.IDS[:1], edited=edited)
     plays = tuple((name, False) for name in chosen if name != "cache")
     known = torch.load(harness.reference(case, plays), weights_only=False)
+    for (name, _), log in known["logs"].items():
+        for visit in known["plans"][name].visits:
+            visit.spots[:] = [spot for spot in visit.spots if not OF_A_CACHE.search(spot.name)]
+        for name in [name for name in log if OF_A_CACHE.search(name)]:
+            del log[name]
     if "cache" in chosen:
         reads = known["logs"]["read", False]
         known["plans"]["cache"] = known["plans"]["read"]
@@ -159,10 +171,10 @@ def judged(
     return findings
 
 
-def by_transformers(expected: dict[str, Any], found: dict[str, Log]) -> list[Finding]:
+def by_transformers(expected: dict[str, Any], found: dict[str, Log], tolerance: float = KERNELS) -> list[Finding]:
     """The engine, compared with transformers."""
     logs = {name: log for (name, _), log in expected["logs"].items()}
-    return judged(logs, found, expected["idle"], KERNELS)
+    return judged(logs, found, expected["idle"], tolerance)
 
 
 def by_one_rank(expected: dict[str, Any], alone: dict[str, Log], found: dict[str, Log]) -> list[Finding]:

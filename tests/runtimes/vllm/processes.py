@@ -1,4 +1,4 @@
-"""Processes that have vLLM imported when they start: they are forked from a server that has.
+"""Processes that have vLLM imported when they start: they are forked from a server that has; and what processes leave.
 
 A rank that is spawned spends fifteen seconds on imports, and a fork of the pytest process would inherit whatever the
 tests left in it: process groups, threads, warnings that are errors. The server - `multiprocessing`'s own, one for the
@@ -11,8 +11,11 @@ import gc
 import os
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from runtimes.vllm.arenas import SHARED_MEMORY
 
 PRELOADED = [
     "vllm.entrypoints.llm",
@@ -55,3 +58,24 @@ def start() -> ForkServerContext:
     with mock.patch.dict(os.environ, ENVIRONMENT):
         forkserver.ensure_running()
     return server
+
+
+def below(pid: int) -> set[int]:
+    """The processes that `pid` and those below it have started and that run."""
+    found: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found |= {child} | below(child)
+    return found
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def leftovers() -> set[str]:
+    """What clients of engines have in shared memory."""
+    return {path.name for path in Path(SHARED_MEMORY).glob("interleave-*")}

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from vllm.model_executor.layers.linear import LinearBase
 
 from interleave import nnsight_port as port
 from interleave.errors import InterleaveError, UnknownLayout
+from runtimes.transformers.smollm2 import smollm2
 from tests import operations
-from tests.harness import Finding, Report
+from tests.harness import Finding, Report, difference
 from tests.operations import Log
 from tests.runtimes.vllm import harness
 from tests.runtimes.vllm.checkpoints import KINDS, tiny
@@ -26,6 +28,12 @@ pytestmark = [
     # DeepSeek's rotary embedding, of which the harness takes the magnitude.
     pytest.mark.filterwarnings("ignore:Casting complex values to real:UserWarning"),
 ]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+    port.apply(value, tensors.append, torch.Tensor)
+    return tensors
 
 
 def check(kind: str, degree: int, findings: list[Finding]) -> None:
@@ -52,6 +60,50 @@ def test_two_ranks_have_what_transformers_and_one_rank_have(kind: str) -> None:
     expected, alone, found = harness.expected(kind), on(kind, 1), on(kind, 2)
     check(kind, 2, harness.by_transformers(expected, found))
     check(kind, 2, harness.by_one_rank(expected, alone, found))
+
+
+def test_three_ranks_have_what_transformers_has() -> None:
+    check("qwen3-moe", 3, harness.by_transformers(harness.expected("qwen3-moe"), on("qwen3-moe", 3)))
+
+
+@pytest.mark.parametrize("degree", [1, 3])
+def test_a_real_model_has_what_transformers_has(degree: int) -> None:
+    """SmolLM2: all 30 layers read and cached, one written, skipped and called."""
+    known = harness.expected("smollm2", edited=r"model\.(lm_head|model\.(norm|embed_tokens|layers\.17(\..*)?))")
+    with traced(smollm2(), degree, kv_cache_memory_bytes=64 << 20) as model:
+        found = harness.play(model, known)
+    check("smollm2", degree, harness.by_transformers(known, found, harness.DEEP))
+
+
+# vLLM's own
+
+
+def own_values(kind: str, degree: int) -> dict[str, Any]:
+    """vLLM's own value on both sides of every parallel layer that is called, and of the modules above the layers."""
+    found: dict[str, Any] = {}
+    with traced(kind, degree) as model:
+        paths = [
+            envoy.path.partition(".")[2]
+            for envoy in model.modules()
+            if ".layers.1." in envoy.path and isinstance(envoy._module, LinearBase)
+        ]
+        with model.trace([5, 17, 3, 99]):
+            found.save()
+            for path in paths:
+                raw = model.get(path).raw
+                found[f"{path}.input"] = raw.input
+                found[f"{path}.output"] = raw.output
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama-bias", "qwen3-moe", "deepseek"])
+def test_vllms_own_values_are_whole_on_two_ranks(kind: str) -> None:
+    alone, found = own_values(kind, 1), own_values(kind, 2)
+    assert len(alone) >= 6
+    assert found.keys() == alone.keys()
+    for name, value in alone.items():
+        for one, two in zip(tensors_in(value), tensors_in(found[name]), strict=True):
+            assert difference(one, two) == "", name
 
 
 # Parameters
@@ -100,8 +152,7 @@ def test_what_was_saved_is_what_it_was(kind: str) -> None:
                     value = operations.value_at(model, visit)
                 except UnknownLayout:
                     continue
-                tensors = []
-                port.apply(value, tensors.append, torch.Tensor)
+                tensors = tensors_in(value)
                 kept.append(tensors)
                 cloned.append([tensor.clone() for tensor in tensors])
     assert len(kept) == len(cloned) > 2 * len(visits)
