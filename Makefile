@@ -5,7 +5,7 @@
 #   make test           the test suite
 #   make test-vllm      the tests of the vLLM runtime, on its engine for CPUs
 #   make test-latest    the comparison with one process, against the newest transformers on PyPI
-#   make lint | format  ruff and pyright | ruff's rewriting
+#   make lint | format  ruff and pyright | ruff's rewriting; make lint-vllm: pyright where vLLM is known
 #   make docs           the site, in site/
 #   make notebooks      run the notebooks and store their output
 #   make bench          the benchmarks; make bench-vllm: those of the vLLM runtime
@@ -22,7 +22,7 @@ ARGS   ?=
 # No test may reach for a model hub. Ranks share the cores with each other.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo demo-vllm test test-vllm test-latest lint format docs notebooks bench bench-vllm clean
+.PHONY: demo demo-vllm test test-vllm test-latest lint lint-vllm format docs notebooks bench bench-vllm clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -41,6 +41,9 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+lint-vllm: $(VENV)/.vllm
+	$(BIN)/pyright runtimes/vllm
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

@@ -60,6 +60,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.detach().view(bits), b.detach().view(bits))
 
 
+def other_bits(a: Tensor, b: Tensor) -> Tensor:
+    """Where the bits of two tensors of one shape and dtype differ: bool, of their shape."""
+    bits = _BITS.get(a.element_size())
+    return a != b if bits is None or a.is_complex() else a.detach().view(bits) != b.detach().view(bits)
+
+
 class Layout(ABC):
     """What one rank's piece is of the whole. Layouts are immutable, hashable and compare by content.
 

@@ -18,13 +18,16 @@ from interleave.envoy import Envoy
 from interleave.errors import InterleaveError, Unserved
 from interleave.fragments import missing
 from interleave.layout import assemble
-from interleave.model import describe
 from interleave.ranks.raised import Raised
 
 from .interleaver import EngineInterleaver
 from .names import Absent, PartOf, TiedHead
 from .parallel import is_parallel, parts, weight
+from .stages import Stages
 from .views.base import View
+
+#: Names of parameters that HuggingFace's modules have.
+PARAMETERS = ("weight", "bias")
 
 
 class Raw:
@@ -89,33 +92,50 @@ class EngineEnvoy(Envoy):
             return port.Mediator.value(f"{self.path}.called")
         view = interleaver.views[self.path]
         if view.needs_step and not is_forward_context_available():
-            error = Unserved(
-                f"`{self.path}` can be called while the engine runs the model, and that is over in this step"
-            )
-            self._tell("raised", Raised.of(error))
-            raise error
-        module = view.module
-        interleaver.interleaving = False
-        try:
-            result = view.call(module, args, kwargs)
-        except Exception as error:
-            self._tell("raised", Raised.of(error))
-            raise
-        finally:
-            interleaver.interleaving = True
-        self._tell("value", result)
-        return result
+            return self._telling(self.path, self._too_late)
+        return self._telling(self.path, lambda: self._run(view, args, kwargs))
 
-    def _tell(self, kind: str, value: Any) -> None:
-        """Tell the other stages of a pipeline, whose blocks make the call, too, what came of it."""
+    def _too_late(self) -> Any:
+        raise Unserved(f"`{self.path}` can be called while the engine runs the model, and that is over in this step")
+
+    def _run(self, view: View, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self.interleaver.interleaving = False
+        try:
+            return view.call(view.module, args, kwargs)
+        finally:
+            self.interleaver.interleaving = True
+
+    def _telling(self, called: str, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives or raises; the other stages of a pipeline, whose blocks ask for it, too, are told."""
         stages = self.interleaver.stages
-        if stages is not None:
-            stages.note(port.Mediator.current("a call"), kind, f"{self.path}.called", value)
+        if stages is None:
+            return compute()
+        block = port.Mediator.current("a call")
+        try:
+            value = compute()
+        except Exception as error:
+            stages.note(block, "raised", f"{called}.called", Raised.of(error))
+            raise
+        stages.note(block, "value", f"{called}.called", value)
+        return value
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("weight", "bias") and isinstance(self._module, PartOf | TiedHead):
+        interleaver: EngineInterleaver = self.__dict__["interleaver"]
+        if interleaver.stages is not None and interleaver.interleaving and name in PARAMETERS:
+            return self._across_stages(name, interleaver.stages)
+        return self._parameter(name)
+
+    def _parameter(self, name: str) -> Any:
+        if name in PARAMETERS and isinstance(self._module, PartOf | TiedHead):
             return self._whole(name, None)
         return super().__getattr__(name)
+
+    def _across_stages(self, name: str, stages: Stages) -> Any:
+        """A parameter, which the stage that holds the module reads and the others are told."""
+        called = f"{self.path}.{name}"
+        if not stages.mine(self.path):
+            return port.Mediator.value(f"{called}.called")
+        return self._telling(called, lambda: self._parameter(name))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         raise Unserved(f"the parameters in `{self.path}` are vLLM's, fused and renamed: read a module's `.weight`")
@@ -195,8 +215,13 @@ def instrument(envoy: port.Envoy, interleaver: EngineInterleaver) -> None:
     view = interleaver.around.get(envoy.path)
     if view is not None:
         state = port.install_controller(envoy)
-        state.register(interleaver, f"{envoy.path}.raw" if envoy.path in interleaver.views else envoy.path)
+        register(state, envoy, interleaver)
         surround(state, view, interleaver, envoy._module)
+
+
+def register(state: Any, envoy: port.Envoy, interleaver: EngineInterleaver) -> None:
+    """Have vLLM's own values at a module visited where its envoy has them; the controller's own place is the view's."""
+    state.register(interleaver, f"{envoy.path}.raw" if envoy.path in interleaver.views else envoy.path)
 
 
 def surround(state: Any, view: View, interleaver: EngineInterleaver, module: torch.nn.Module) -> None:
@@ -220,7 +245,9 @@ def install_source(envoy: EngineEnvoy) -> Any:
     compiled = port.install_source(envoy)
     if not before:
         instrument(envoy, envoy.interleaver)
+    elif envoy.path in envoy.interleaver.around:
+        register(state, envoy, envoy.interleaver)
     return compiled
 
 
-__all__ = ["AbsentEnvoy", "EngineEnvoy", "EngineLayerEnvoy", "PartOf", "Raw", "describe", "instrument"]
+__all__ = ["AbsentEnvoy", "EngineEnvoy", "EngineLayerEnvoy", "Raw", "instrument"]

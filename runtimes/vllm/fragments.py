@@ -7,11 +7,15 @@ write their results into the storage of their arguments, and what a block saved 
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from boundary.collectives import ThreadGroup
 from interleave import nnsight_port as port
+from interleave.errors import InterleaveError
 from interleave.fragments import Fragments, Placed, Refused, Tree
+from interleave.late import LateEdits
 from interleave.layout import Layout, Snapshot
 
 BETWEEN = "it lies between a layer that splits its output and one that takes its input split"
@@ -31,6 +35,7 @@ class EngineFragments(Fragments):
     def __init__(self) -> None:
         super().__init__()
         self.enabled = True
+        self.late: LateWrites = LateWrites()
         self.groups["alone"] = ThreadGroup.create([0], name="alone")[0]
         self.between: set[str] = set()
         self.read_only: dict[str, str] = {}
@@ -55,7 +60,40 @@ class EngineFragments(Fragments):
 
     def hand_on(self, location: str, whole: torch.Tensor, piece: torch.Tensor, placed: Placed) -> torch.Tensor:
         """`piece`: the engine writes over it, so what a block writes into `whole` afterwards has nowhere to go."""
+        self.late.watch(location, whole)
         return piece
+
+
+class LateWrites(LateEdits):
+    """What blocks were handed and the model has gone on from: a write into it would be lost, and is refused.
+
+    In HuggingFace's model such a write may reach what the model still does in the same layer; when the layer has run,
+    nobody uses the values of it any more, and the block may do with them what it likes (`clear`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watched: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
+
+    def watch(self, location: str, whole: torch.Tensor) -> None:
+        """The model goes on from the visit at which blocks were handed `whole`."""
+        if not whole.is_inference():
+            self._watched.append((location, weakref.ref(whole), whole._version))
+
+    def settle(self) -> None:
+        """A block has run on. Raises InterleaveError if it wrote where nothing can be written any more."""
+        for number, (location, whole, version) in enumerate(self._watched):
+            tensor = whole()
+            if tensor is not None and tensor._version != version:
+                del self._watched[number]
+                raise InterleaveError(
+                    f"the block wrote into the value of `{location}` after the engine had gone on from there, so the "
+                    f"model would not see it: make the edit before the block asks for anything else, or write into a "
+                    f"copy (`.clone()`) if only the block is to see it"
+                )
+
+    def clear(self) -> None:
+        self._watched.clear()
 
 
 def node(layout: Layout | None, axis: str = "tp") -> Placed:

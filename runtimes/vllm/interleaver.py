@@ -20,17 +20,22 @@ from interleave import nnsight_port as port
 from interleave.errors import InterleaveError, Unserved
 from interleave.fragments import Refused
 from interleave.interleaver import Interleaver, Visit, throw
+from interleave.layout import same_bits
 from interleave.ranks.raised import Raised
 
 from . import nnsight_port as vllm_port
-from .rows import Skipped, Span
-from .stages import VLLMS_OWN, Stages
+from .rows import Skipped, Span, fitted
+from .stages import OF_THE_LAST, VLLMS_OWN, Stages
 
 if TYPE_CHECKING:
     from interleave.agreement import Agreement
 
     from .fragments import EngineFragments
     from .views.base import View
+
+
+#: Of a module: what views act out.
+SIDES = ("input", "skip", "output")
 
 
 class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
@@ -45,9 +50,11 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         views: Path -> the view that acts HuggingFace's module out there.
         around: Path -> the view that stands around the forward of vLLM's module there.
         swapped: The rows that were replaced, not written into, in the visit that was served last.
+        skipped: The modules that run now and that some requests skip, by path, with those requests' rows.
         step: Counts the engine's steps.
         stages: The pipeline that this rank is a stage of; None if it has one stage.
         device: Where the engine computes.
+        vocabulary: How many tokens the model knows.
     """
 
     fragments: EngineFragments  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -63,9 +70,11 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         self.views: dict[str, View] = {}
         self.around: dict[str, View] = {}
         self.swapped: list[Span] = []
+        self.skipped: list[tuple[str, list[Span]]] = []
         self.step = 0
         self.stages: Stages | None = None
         self.device = torch.device("cpu")
+        self.vocabulary = 0
         self.defer_exceptions = True
 
     def __enter__(self) -> Interleaver:
@@ -122,12 +131,69 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
             return value
         if provider in self.parked:
             self.swapped = []
-        value = super().handle(provider, value)
+            value = self.guarded(provider, value)
+        else:
+            value = super().handle(provider, value)
         if stages is not None:
             stages.note(None, "visited", provider)
         return value
 
+    def guarded(self, location: str, value: Any) -> Any:
+        """`handle` where blocks wait: whatever goes wrong there is the blocks' and their requests', never the
+        engine's."""
+        try:
+            left = super().handle(location, value)
+            if left is not value and self.view_at(location) is None:
+                self.judge(location, value, left)
+        except Exception as error:
+            self.blame(location, error)
+            return value
+        return left
+
+    def judge(self, location: str, before: Any, after: Any) -> None:
+        """Look at what blocks made of a value of vLLM's own, which no view carries into the model.
+
+        Raises:
+            InterleaveError: It is made otherwise than it was, or has ids that the model does not have.
+        """
+        fitted(location, before, after)
+        for mediator, span in self.spans():
+            pair = [tensors_in(self.batcher.narrow(value, span)) for value in (before, after)]
+            if not all(map(same_bits, *pair)):
+                if location not in OF_THE_LAST:
+                    mark_edited(mediator)
+                for was, now in zip(*pair, strict=True):
+                    self.check_integers(location, was, now)
+
+    def check_integers(self, location: str, before: torch.Tensor, after: torch.Tensor, *, ids: bool = False) -> None:
+        """Raise for edited integers that could lead the engine out of its tables.
+
+        Args:
+            location: Where.
+            before, after: A request's own.
+            ids: Whether they are token ids; the sampler's are known to be.
+        """
+        if before.is_floating_point() or torch.equal(before, after):
+            return
+        if not ids and location not in OF_THE_LAST:
+            raise Unserved(f"`{location}` can be read and not changed: the engine indexes its tables with it")
+        wrong = after[(after < 0) | (after >= self.vocabulary)]
+        if wrong.numel():
+            raise InterleaveError(
+                f"`{location}`: token {int(wrong[0])} is none of the model's, which has {self.vocabulary}"
+            )
+
+    def blame(self, location: str, error: Exception) -> None:
+        """Make `error` the error of the blocks that were at `location` last."""
+        for mediator, _ in self.spans():
+            if mediator.alive and mediator.exception is None and touched(mediator, location):
+                if self.stages is not None:
+                    self.stages.note(mediator, "raised", location, Raised.of(error))
+                mediator.pending, mediator.exception = None, error
+        self._reindex_parked()
+
     def observe(self, visit: Visit, observers: list) -> None:
+        observers = [observer for observer in observers if self.happens(observer[0], visit.location)]
         if self.stages is None:
             super().observe(visit, observers)
             return
@@ -137,6 +203,26 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
             own = self.batcher.narrow(value, mediator.batch_group)
             cache.observe_selected(selected, own)
             self.stages.note(mediator, "cache", visit.location, (mediator.caches.index(cache), selected, own))
+
+    @contextmanager
+    def skipping(self, path: str, skipped: Skipped | None) -> Iterator[None]:
+        """While the module runs for the other requests: what is in it does not happen for those that skip it."""
+        if skipped is None:
+            yield
+            return
+        self.skipped.append((f"{path}.", [span for span, _ in skipped.parts]))
+        try:
+            yield
+        finally:
+            self.skipped.pop()
+
+    def happens(self, mediator: port.Mediator, location: str) -> bool:
+        """Whether the block's request runs the module at `location`."""
+        return not any(location.startswith(path) and mediator.batch_group in spans for path, spans in self.skipped)
+
+    def _ready(self, provider: str) -> list[port.Mediator]:
+        ready = super()._ready(provider)
+        return [mediator for mediator in ready if self.happens(mediator, provider)] if self.skipped else ready
 
     def uncallable(self, path: str) -> str | None:
         """Why a block cannot call the module; None if it can."""
@@ -160,19 +246,6 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         else:
             self.refuse(mediator)
 
-    def visited(self, location: str, value: Any) -> Any:
-        """`handle` for a view: whatever goes wrong there is the blocks' and their requests', never the engine's."""
-        try:
-            return self.handle(location, value)
-        except Exception as error:
-            for mediator, _ in self.spans():
-                if mediator.alive and mediator.exception is None and touched(mediator, location):
-                    if self.stages is not None:
-                        self.stages.note(mediator, "raised", location, Raised.of(error))
-                    mediator.pending, mediator.exception = None, error
-            self._reindex_parked()
-            return value
-
     def answer(self, request: port.Pending, mediator: port.Mediator, visit: Visit) -> Any:
         span = mediator.batch_group
         mediator.last = visit.location  # type: ignore[attr-defined]
@@ -182,6 +255,8 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
                 self.stages.note(mediator, "value", visit.location, answer)
             return answer
         if request.event is port.Event.SWAP:
+            own = self.batcher.narrow(visit.open(), span)
+            request = request._replace(value=self.fitting(visit.location, own, request.value))
             super().answer(request, mediator, visit)
             self.swapped.append(span)
         else:
@@ -191,6 +266,18 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         if self.stages is not None:
             self.stages.note(mediator, "done", visit.location)
         return None
+
+    def fitting(self, location: str, own: Any, replacement: Any) -> Any:
+        """A replacement as the value there is made. Raises InterleaveError, at its line, for one that does not fit."""
+        view = self.view_at(location)
+        if view is not None:
+            replacement = view.redressed(location.rpartition(".")[2], own, replacement)
+        return fitted(location, own, replacement)
+
+    def view_at(self, location: str) -> View | None:
+        """The view that acts out what is at `location`; None for a value of vLLM's own."""
+        path, _, side = location.rpartition(".")
+        return self.views.get(path) if side in SIDES else None
 
     def _reindex_parked(self) -> None:
         for mediator in list(self.mediators):
@@ -245,6 +332,12 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
     def fresh(self) -> bool:
         """Never: a step of the engine continues the steps before it."""
         return False
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    port.apply(value, found.append, torch.Tensor)
+    return found
 
 
 def touched(mediator: port.Mediator, location: str) -> bool:

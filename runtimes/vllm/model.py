@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import cloudpickle
 import torch
 from vllm import SamplingParams
 from vllm.config import ModelConfig, set_current_vllm_config
@@ -21,9 +22,11 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from interleave import nnsight_port as port
 from interleave.errors import DivergedBlock, InterleaveError
+from interleave.layout import Layout
 from interleave.load import LoadRequest
 from interleave.model import Model, Tracer
 
+from . import declaring, ending
 from . import nnsight_port as vllm_port
 from .arenas import Arenas
 from .casting import Casting
@@ -36,7 +39,7 @@ from .names import Absent, Original, graft
 from .parallel import refuse_unknown
 from .payload import Answers, Tree, ship
 from .prompts import apart, check, split
-from .requests import BLOCK, EVERY_POSITION, PACKED
+from .requests import BLOCK, EVERY_POSITION, PACKED, STREAM
 from .stages import graft_elsewhere
 from .streams import Stream
 
@@ -60,6 +63,7 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         weakref.finalize(self, arenas.end)
         fragments = EngineFragments()
         fragments.enabled = False
+        ending.use(options)
         self.__dict__["_persistent_id"] = "Envoy:model"
         vllm_port.VLLM.__init__(
             self,
@@ -115,6 +119,36 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
             self._learn(await self.vllm_entrypoint.collective_rpc("interleave_layouts"))
         return super().layout(path)
 
+    def declare(self, path: str, layout: Layout, axis: str = "tp") -> None:
+        """As on every runtime; `.raw` in a path means vLLM's own value. On an async engine: `await model.adeclare()`.
+
+        Raises:
+            InterleaveError: There is no such module, location or axis, or this is an async engine.
+            Unserved: The engine does not compute it.
+        """
+        self._check_open()
+        if self._async_engine:
+            raise InterleaveError("an async engine is told a layout by those who wait: `await model.adeclare(...)`")
+        said = self._understood(path, layout, axis)
+        if said is not None:
+            self._learn(self._ask("interleave_declare", said))
+
+    async def adeclare(self, path: str, layout: Layout, axis: str = "tp") -> None:
+        """`declare`, on an async engine."""
+        self._check_open()
+        if not self.interleaver.fragments.tree:
+            self._learn(await self.vllm_entrypoint.collective_rpc("interleave_layouts"))
+        said = self._understood(path, layout, axis)
+        if said is not None:
+            self._learn(await self.vllm_entrypoint.collective_rpc("interleave_declare", args=(said,)))
+
+    def _understood(self, path: str, layout: Layout, axis: str) -> bytes | None:
+        """What the workers are told; None if there are no pieces that it could be about."""
+        engine = getattr(self.vllm_entrypoint, "llm_engine", self.vllm_entrypoint)
+        axes = ["tp"] if engine.vllm_config.parallel_config.tensor_parallel_size > 1 else []
+        said = declaring.understood(self, self.interleaver.fragments.tree, path, layout, axis, axes)
+        return cloudpickle.dumps(said) if axes else None
+
     def next_generation(self) -> int:
         """A number for the ranks' next groups."""
         self._generation += 1
@@ -132,6 +166,7 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
     ) -> EngineModel:
         """The tree in a worker, over the model that vLLM loaded. `names`: what other stages of a pipeline hold."""
         refuse_unknown(module)
+        interleaver.vocabulary = config.get_vocab_size()
         original = Original.of(config)
         graft_elsewhere(module, names)
         graft(module, original)
@@ -308,6 +343,7 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         tree = Tree(self)
         blocks = [block for block, count in zip(blocks, self._counts, strict=True) for _ in range(count)]
         shipped: dict[int, bytes] = {}
+        stream = 0
         for block, param in zip(blocks, params, strict=True):
             named: frozenset[str] = getattr(param, "nnsight_named", frozenset())
             for name, value in options.items():
@@ -321,7 +357,13 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
                 if sent.arena is not None:
                     self._laid.append(sent.arena)
             own = getattr(param, "every_position", every)
-            param.extra_args = {**(param.extra_args or {}), BLOCK: shipped[id(block)], EVERY_POSITION: own}
+            param.extra_args = {
+                **(param.extra_args or {}),
+                BLOCK: shipped[id(block)],
+                EVERY_POSITION: own,
+                STREAM: stream,
+            }
+            stream += param.n
             if wanted is not None:
                 param.extra_args["nnsight_edits"] = wanted
             param.skip_reading_prefix_cache = True
@@ -342,25 +384,27 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
             output.nnsight_error = None
             if output.error is not None:
                 errors.append(output.error)
+        lost = answers.settle(mediators)
         vllm_port.VLLM._collect(mediators, outputs)
         if any(isinstance(error, DivergedBlock) for error in errors):
             self._ask("interleave_rebuild", self.next_generation())
         for error in errors[1:]:
             errors[0].add_note(f"another request's block raised {type(error).__name__}: {error}")
+        if lost is not None:
+            if not errors:
+                raise lost
+            errors[0].add_note(str(lost))
         if errors:
             errors[0].__intervention_tb__ = errors[0].__traceback__
             raise errors[0]
 
     def unpack(self, answers: Answers, mediator: Any, output: Any) -> None:
-        """Open what a finished request brought back, and make its block's changes to the caller's objects."""
+        """Open what a finished request brought back."""
         sequences = []
         for packed in getattr(output, "nnsight_sequences", None) or [getattr(output, "nnsight_saves", {})]:
             saves = dict(packed)
             if PACKED in saves:
-                found, random = answers.open(saves.pop(PACKED), mediator.sent)
-                saves |= found
-                if random is not None and len(self.interleaver.mediators) == 1:
-                    random.set()
+                saves |= answers.open(saves.pop(PACKED), mediator.sent)
             sequences.append(saves)
         output.nnsight_sequences = sequences
         output.nnsight_saves = sequences[0]

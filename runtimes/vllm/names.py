@@ -7,17 +7,14 @@ module that vLLM does not have at all is a placeholder that says so. None of the
 
 from __future__ import annotations
 
-import ast
 import copy
-import inspect
-import re
-import textwrap
 from collections.abc import Iterator
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from vllm.config import ModelConfig
 
+from .forwards import Forward
 from .parallel import parts
 
 
@@ -80,75 +77,30 @@ class Original:
     def __iter__(self) -> Iterator[str]:
         return iter(self.classes)
 
+    def children(self, name: str) -> set[str]:
+        return {child.rpartition(".")[2] for child in self.classes if child.rpartition(".")[0] == name}
+
     def order(self, name: str) -> list[str]:
         """The children of the module `name` in the order in which its forward calls them."""
-        code = source(self.classes[name])
-        children = {child.rpartition(".")[2] for child in self.classes if child.rpartition(".")[0] == name}
-        return [found for found in dict.fromkeys(re.findall(r"self\.(\w+)\(", code)) if found in children]
+        children = self.children(name)
+        return [child for child in Forward.of(self.classes[name]).order if child in children]
 
-    def twins(self, name: str) -> dict[str, str]:
-        """The children of the module `name` that are called once, on a plain variable -> the variable's name."""
-        calls = re.findall(r"self\.(\w+)\((\w+)\)", inspect.getsource(inspect.unwrap(self.classes[name].forward)))
-        return {child: variable for child, variable in calls if f"{name}.{child}" in self.classes}
+    def twins(self, name: str) -> dict[str, tuple[str, int]]:
+        """The children of the module `name` that are called on a plain variable; equal ones are called on the same."""
+        children = self.children(name)
+        return {child: on for child, on in Forward.of(self.classes[name]).arguments.items() if child in children}
 
     def takers(self, name: str) -> dict[str, str]:
         """The children of the module `name` whose output is all that another child is called on -> that child."""
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(self.classes[name].forward))))
-        found = {}
-        for call in ast.walk(tree):
-            outer = called(call)
-            inner = called(call.args[0]) if outer and isinstance(call, ast.Call) and call.args else None
-            if outer and inner:
-                found[inner] = outer
-        return found
+        return Forward.of(self.classes[name]).takers
 
     def flattens(self, name: str) -> bool:
-        """Whether the module `name` gives its children rows without a batch axis."""
-        return bool(
-            re.search(
-                r"\.(view|reshape)\(-1, ",
-                source(self.classes[name]).partition("self.gate(")[0].partition("self.router(")[0],
-            )
-        )
+        """Whether the module `name` gives its router rows without a batch axis."""
+        return not Forward.of(self.classes[name]).on_rows.isdisjoint(("gate", "router"))
 
     def returns_pair(self, name: str) -> bool:
         """Whether the module `name` returns a second value beside its rows."""
-        return bool(re.search(r"\n    +return \w+, \w+\n", source(self.classes[name]) + "\n"))
-
-
-def called(node: ast.AST) -> str | None:
-    """`name` of a call `self.name(...)`."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
-        return node.func.attr if node.func.value.id == "self" else None
-    return None
-
-
-def source(kind: type[torch.nn.Module]) -> str:
-    """The text of the class's forward, comments left out."""
-    forward = inspect.unwrap(kind.forward)
-    text = inspect.getsource(forward)
-    # `a(b(x))` calls b first: innermost calls are to come first, so nested calls are turned inside out.
-    return "\n".join(inside_out(line.partition("#")[0]) for line in text.splitlines())
-
-
-def inside_out(line: str) -> str:
-    """`line` with the modules that it calls in the order of evaluation."""
-    calls = [(match.start(), match.group(0)) for match in re.finditer(r"self\.\w+\(", line)]
-    if len(calls) < 2:
-        return line
-    depth, ended = 0, []
-    open_at: list[tuple[int, str]] = []
-    starts = {start + len(text) - 1: text for start, text in calls}
-    for place, letter in enumerate(line):
-        if letter == "(":
-            depth += 1
-            if place in starts:
-                open_at.append((depth, starts[place]))
-        elif letter == ")":
-            if open_at and open_at[-1][0] == depth:
-                ended.append(open_at.pop()[1])
-            depth -= 1
-    return " ".join([*ended, *(text for _, text in reversed(open_at))]) + line if not ended else " ".join(ended)
+        return Forward.of(self.classes[name]).returns_pair
 
 
 def unshare(model: torch.nn.Module) -> None:

@@ -12,30 +12,27 @@ import linecache
 import os
 import pickle
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from types import NoneType
 from typing import Any, NamedTuple
-
-import torch
 
 from interleave import nnsight_port as port
 from interleave.errors import InterleaveError
 from interleave.ranks.packing import (
     Captured,
-    Change,
     Packer,
     Sent,
     Tree,
     Unpacker,
-    apply,
-    apply_tensors,
     pack,
 )
 from interleave.ranks.surroundings import RandomState
 from interleave.ranks.tensors import Incoming, Outgoing, Table
 
 from .arenas import LARGE, Arenas
+from .drawing import Drawn, Generators, draws_with_torch_only, go_on, same, stream
+from .merging import Merger, told
 
 
 @dataclass
@@ -133,57 +130,49 @@ def _naming(error: Exception, variables: dict[str, Any], tree: Tree) -> Exceptio
     return error
 
 
-class Generators(NamedTuple):
-    """The states of torch's generators."""
-
-    cpu: torch.Tensor
-    cuda: torch.Tensor | None
-
-    @classmethod
-    def now(cls) -> Generators:
-        awake = torch.cuda.is_available() and torch.cuda.is_initialized()
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if awake else None)
-
-    def set(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
-
-
-def draws_with_torch_only(value: Any) -> bool:
-    """Whether a variable of a block's is nothing through which Python's or numpy's generators could be reached."""
-    if isinstance(value, list | tuple):
-        return all(map(draws_with_torch_only, value))
-    if isinstance(value, dict):
-        return all(map(draws_with_torch_only, value.values()))
-    if isinstance(value, types.ModuleType | types.FunctionType):
-        name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__ or ""
-        return name.partition(".")[0] in ("torch", "nnsight", "interleave")
-    known = (torch.Tensor, port.Envoy, port.Tracer, int, float, str, torch.dtype, torch.device, NoneType)
-    return isinstance(value, known)
-
-
 class EngineMediator(port.Mediator):
-    """A block in a worker: it draws from the client's random state, and leaves the engine's alone.
+    """A block in a worker: it draws from random numbers of its own, and leaves the engine's alone.
 
     Attributes:
+        key: Which of the engine's blocks it is, on every rank: its request, and the installed edit if it is one.
         arrived: How it came, for the way back.
         every_position: Whether the head gives it logits for every position.
         edited: Whether it changed anything.
         steps: How many of the engine's steps its request was in.
+        stream: Which of the streams that follow from the client's random state is its own; 0: the client's.
+        origin: The random state that it begins with.
         random: Where it is in drawing random numbers.
         plain: Whether it can draw from torch's generators only, which is known before it runs first; saving and
             setting Python's and numpy's takes fifty times as long, at every value that is served.
         generators: Where it is with torch's alone.
+        requests: Of an installed block, how many requests it has run for.
     """
 
+    key: tuple[str, str | None] | None = None
     plain: bool | None = None
     generators: Generators | None = None
     arrived: Arrived | None = None
     every_position = True
     edited = False
     steps = 0
+    stream: int | str = 0
+    origin: RandomState | None = None
     random: RandomState | None = None
+    requests = 0
+
+    def draw_from(self, state: RandomState, number: int | str) -> None:
+        """Before it runs: draw from that stream of those that follow from a state."""
+        self.stream = number
+        self.origin = self.random = stream(state, number) if number else state
+
+    def for_request(self) -> EngineMediator:
+        """A copy of an installed block, for the next request."""
+        copy = EngineMediator(self.code, self.glbls, dict(self.lcls))
+        copy.presaved = set(self.presaved)
+        self.requests += 1
+        if self.random is not None:
+            copy.draw_from(self.random, self.requests)
+        return copy
 
     def switch(self, *args: Any) -> Any:
         if self.random is None:
@@ -201,18 +190,25 @@ class EngineMediator(port.Mediator):
                 self.random = RandomState.now()
             engine.set()
 
-    def drawn(self) -> RandomState | None:
-        """Where the block is in drawing random numbers, for the client."""
-        if self.random is not None and self.generators is not None:
-            self.random.torch = self.generators.cpu.numpy().tobytes()
-            self.random.cuda = None if self.generators.cuda is None else self.generators.cuda.numpy().tobytes()
-        return self.random
+    def drawn(self) -> Drawn:
+        """What it has drawn, for the client."""
+        if self.origin is None or self.random is None:
+            return Drawn(None, False)
+        now = self.random if self.generators is None else self.generators.within(self.random)
+        return Drawn(None if self.stream else now, not same(self.origin, now))
 
 
 class Arrived:
-    """A block that has come to a worker."""
+    """A block that has come to a worker.
 
-    def __init__(self, data: bytes, tree: Tree, arenas: Arenas | None) -> None:
+    Args:
+        data: What `ship` packed.
+        tree: The model on this side.
+        arenas: Where its large tensors lie.
+        stream: Which random numbers are its own.
+    """
+
+    def __init__(self, data: bytes, tree: Tree, arenas: Arenas | None, stream: int | str = 0) -> None:
         block: Block = pickle.loads(data)
         for filename, text in block.sources.items():
             port.SOURCES[filename] = text
@@ -221,10 +217,15 @@ class Arrived:
         unpacker = Unpacker(block.packed.pickle, tree, tensors)
         mediator, presaved = unpacker.load()
         self.tree, self.arenas = tree, arenas
-        self.captured = Captured(unpacker.memo.copy(), tensors)  # pyright: ignore[reportAttributeAccessIssue]
+        objects = unpacker.memo.copy()  # pyright: ignore[reportAttributeAccessIssue]
+        self.captured = Captured(objects, tensors)
+        # The variables around code are no objects of the client's; Python itself puts things there.
+        scopes = {id(code.__globals__) for code in objects.values() if isinstance(code, types.FunctionType)}
+        scopes.add(id(mediator.glbls))
+        self._scopes = {number for number, value in objects.items() if id(value) in scopes}
         mediator.__class__ = EngineMediator
         mediator.presaved = presaved
-        mediator.random = block.random
+        mediator.draw_from(block.random, stream)
         mediator.arrived = self
         self.mediator: EngineMediator = mediator
 
@@ -233,7 +234,8 @@ class Arrived:
         captured = self.captured
         # Apart: Python's state is hundreds of numbers, and `Packer` looks at every object that it meets.
         drawn = pickle.dumps(self.mediator.drawn())
-        content = (saves, captured.changes(), captured.tensor_changes(), drawn)
+        changes = [change for change in captured.changes() if change.number not in self._scopes]
+        content = (saves, changes, captured.tensor_changes(), drawn)
         try:
             packed, _ = Bytes.of(content, self.tree, Outgoing(detach=True), captured.known, self.arenas)
         except Exception as error:
@@ -250,38 +252,37 @@ class Arrived:
 
 
 class Answers:
-    """Puts what several requests' blocks did to the client's objects together."""
+    """Takes what the requests of a trace bring back, and then makes their changes to the client's objects."""
 
     def __init__(self, tree: Tree, arenas: Arenas | None) -> None:
         self.tree, self.arenas = tree, arenas
-        self._before: dict[int, Any] = {}
+        self._merger = Merger()
+        self._drawn: list[Drawn] = []
 
-    def open(self, packed: Bytes, sent: Sent) -> tuple[dict[str, Any], RandomState | None]:
-        """The saved values of one request's block; its changes are made on the way."""
+    def open(self, packed: Bytes, sent: Sent) -> dict[str, Any]:
+        """The saved values of one request's block."""
         unpacker = Unpacker(packed.pickle, self.tree, packed.tensors(self.arenas), sent.objects, sent.tensors)
         saves, changes, tensors, drawn = unpacker.load()
-        for change in changes:
-            self._apply(change, sent.objects[change.number])
-        apply_tensors(sent.tensors, tensors, [])
-        return saves, pickle.loads(drawn)
+        self._merger.add(sent, changes, tensors)
+        self._drawn.append(pickle.loads(drawn))
+        return saves
 
-    def _apply(self, change: Change, target: Any) -> None:
-        """A list that several blocks appended to gets all of their items, a dict all of their entries."""
-        first = id(target) not in self._before
-        if first:
-            self._before[id(target)] = list(target) if isinstance(target, list) else None
-        new = change.elements
-        before = self._before[id(target)]
-        if not first and isinstance(target, list) and new is not None and _starts_with(new, before):
-            target.extend(new[len(before) :])
-        elif not first and isinstance(target, dict) and new is not None:
-            target.update(zip(new[::2], new[1::2], strict=True))
-        else:
-            apply(change, target)
+    def settle(self, blocks: Iterable[port.Mediator], advance: bool = True) -> InterleaveError | None:
+        """Make all changes, and go on drawing behind the blocks, if that is wanted.
 
-
-def _starts_with(items: list, start: list) -> bool:
-    return len(items) >= len(start) and all(a is b for a, b in zip(items, start, strict=False))
+        Returns:
+            The error for what several requests changed, in the words of `blocks`; or None.
+        """
+        if advance:
+            go_on(self._drawn)
+        conflicts = self._merger.merge()
+        if not conflicts:
+            return None
+        variables: dict[str, Any] = {}
+        for block in blocks:
+            _, used_globals, used_locals = port.reduce_block(block.node, block.glbls, block.lcls)
+            variables |= {**used_globals, **used_locals}
+        return told(conflicts, variables)
 
 
 __all__ = ["Answers", "Arrived", "EngineMediator", "Shipped", "Tree", "ship"]

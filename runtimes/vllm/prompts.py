@@ -85,7 +85,7 @@ def check(prompt: Any, vocabulary: int) -> None:
 def apart(prompt: Any) -> dict[str, Any]:
     """The prompt, such that no other request uses the keys and values that a block may have changed."""
     prompt = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
-    prompt.setdefault("cache_salt", uuid.uuid4().hex)
+    prompt["cache_salt"] = f"{prompt.get('cache_salt', '')} {uuid.uuid4().hex}"
     return prompt
 
 

@@ -19,13 +19,15 @@ from interleave.ranks.raised import Raised
 
 from . import nnsight_port as vllm_port
 from .arenas import Arenas
-from .payload import Arrived, EngineMediator, Tree
+from .payload import Arrived, Tree
 from .rows import Span
 
 #: In a request's extra arguments: whether the head gives logits for every position.
 EVERY_POSITION = "interleave_every_position"
 #: The block that rides a request.
 BLOCK = "interleave_block"
+#: Which of a trace's streams of random numbers its block draws from; those of its further sequences are the next ones.
+STREAM = "interleave_stream"
 #: Among a request's saved values: all of them, packed, with what the block changed.
 PACKED = "interleave packed"
 
@@ -37,9 +39,19 @@ def deferred(error: BaseException) -> dict[str, Any]:
 
 
 class Request(vllm_port.Request):
-    """One request, with the block that rides it."""
+    """One request, with the block that rides it.
 
-    __slots__ = ()
+    Attributes:
+        traced: Whether a block came with it.
+    """
+
+    __slots__ = ("traced",)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its block has raised or stopped, or cannot run: there is nothing to compute for it."""
+        mediator = self.mediator
+        return self.traced and (self.error is not None or (mediator is not None and mediator.exception is not None))
 
     def saves(self) -> dict[str, Any]:
         """What its block saved and changed, packed for the client under :data:`PACKED`."""
@@ -70,10 +82,13 @@ class Requests(vllm_port.Requests):
         super().__init__()
         self.tree = tree
         self.arenas = arenas
+        #: Requests of which this step computes old tokens only: there is nothing new for their blocks.
+        self.behind: set[str] = set()
 
     def register(self, registration_id: str, payload: bytes, persistent_objects: dict, name: str | None = None) -> None:
         """Take a block that is to run for every request from now on."""
-        self.templates[registration_id] = Arrived(payload, self.tree, self.arenas).mediator
+        stream = f"edit {len(self.templates)}"
+        self.templates[registration_id] = Arrived(payload, self.tree, self.arenas, stream).mediator
         self.names[registration_id] = name
 
     def add(self, new_requests: list, persistent_objects: dict) -> None:
@@ -83,12 +98,19 @@ class Requests(vllm_port.Requests):
                 continue  # put aside before, and taken up again
             request = self.requests[data.req_id] = Request(data.req_id)
             extra = getattr(data.sampling_params, "extra_args", None) or {}
+            request.traced = BLOCK in extra
             self.install(request, extra.get("nnsight_edits"))
             if BLOCK in extra:
                 try:
-                    request.mediator = Arrived(extra[BLOCK], self.tree, self.arenas).mediator
+                    request.mediator = Arrived(
+                        extra[BLOCK], self.tree, self.arenas, extra.get(STREAM, 0) + request.index
+                    ).mediator
                 except Exception as error:
                     request.error = deferred(error)
+            if request.mediator is not None:
+                request.mediator.key = (request.id, None)
+            for number, copy in request.copies.items():
+                copy.key = (request.id, number)
             for mediator in request.workers():
                 mediator.every_position = extra.get(EVERY_POSITION, True)
             if data.num_computed_tokens and request.workers():
@@ -113,10 +135,7 @@ class Requests(vllm_port.Requests):
         for number, template in self.templates.items():
             name = self.names.get(number)
             if wanted is None or name is None or name in wanted:
-                copy = EngineMediator(template.code, template.glbls, dict(template.lcls))
-                copy.presaved = set(template.presaved)
-                copy.random = template.random
-                request.copies[number] = copy
+                request.copies[number] = template.for_request()
 
     def harvest(self, finished: set[str]) -> None:
         super().harvest(finished)
@@ -149,15 +168,19 @@ class Requests(vllm_port.Requests):
                     f"({scheduled} tokens in this one), so no block can see it whole. Load the model with "
                     f"enable_chunked_prefill=False, or raise max_num_batched_tokens above the prompt's length",
                 )
-        self.refuse_recomputed(spans)
+        self.refuse_recomputed(spans, states)
 
-    def refuse_recomputed(self, spans: list[tuple[str, int]]) -> None:
+    def refuse_recomputed(self, spans: list[tuple[str, int]], states: dict) -> None:
         """A request that was preempted is computed again from its first token: without what its block did."""
+        self.behind = set()
         for request_id, scheduled in spans:
-            request = self.requests.get(request_id)
-            if request is None or scheduled == 1:
+            request, state = self.requests.get(request_id), states.get(request_id)
+            if request is None or state is None or state.num_computed_tokens + 1 >= state.num_tokens:
                 continue
-            if any(getattr(m, "steps", 0) and getattr(m, "edited", False) for m in request.workers()):
+            begun = [mediator for mediator in request.workers() if getattr(mediator, "steps", 0)]
+            if begun and state.num_computed_tokens + scheduled < state.num_tokens:
+                self.behind.add(request_id)
+            if any(getattr(mediator, "edited", False) for mediator in begun):
                 self.refuse(
                     request,
                     "the engine ran out of room for keys and values, put this request aside and computes its tokens "
@@ -166,7 +189,7 @@ class Requests(vllm_port.Requests):
                 )
 
     def scope(self, model: Any, spans: list[tuple[str, int]]) -> None:
-        super().scope(model, spans)
+        super().scope(model, [("" if name in self.behind else name, size) for name, size in spans])
         total = model.interleaver.batcher.total
         for mediator in model.interleaver.mediators:
             start, size = mediator.batch_group

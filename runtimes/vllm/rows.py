@@ -9,12 +9,14 @@ rows are another span in every step, so a span carries the size of the axis it c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from interleave import nnsight_port as port
-from interleave.errors import ShapeChanged
+from interleave.errors import InterleaveError, ShapeChanged
+from interleave.fragments import Lacking, with_items
 
 
 class Span(NamedTuple):
@@ -45,6 +47,9 @@ def axis(tensor: torch.Tensor, total: int) -> int | None:
     return None
 
 
+NO_ROWS = "it does not have a row for each of this step's tokens, so nobody knows which part of it is this request's"
+
+
 class RowBatcher(port.Batcher):
     """nnsight's batcher, where every request always is one of many."""
 
@@ -56,13 +61,18 @@ class RowBatcher(port.Batcher):
         return True
 
     def narrow(self, value: Any, group: Span | None) -> Any:
-        """The request's rows of every tensor in `value`: views, in which edits land."""
+        """The request's rows of every tensor in `value`: views, in which edits land.
+
+        A tensor without rows of requests is withheld.
+        """
         if group is None:
             return value
 
-        def own(tensor: torch.Tensor) -> torch.Tensor:
+        def own(tensor: torch.Tensor) -> Any:
             dim = axis(tensor, group.total)
-            return tensor if dim is None else tensor.narrow(dim, group.start, group.size)
+            if dim is None:
+                return tensor if tensor.dim() == 0 else Lacking.at("a tensor of this value", NO_ROWS)
+            return tensor.narrow(dim, group.start, group.size)
 
         return port.apply(value, own, torch.Tensor)
 
@@ -70,14 +80,7 @@ class RowBatcher(port.Batcher):
         """`full`, with the request's rows replaced by `edited`."""
         dim = axis(full, group.total)
         if dim is None:
-            return edited
-        own = full.narrow(dim, group.start, group.size)
-        if not isinstance(edited, torch.Tensor) or edited.shape != own.shape:
-            found = tuple(edited.shape) if isinstance(edited, torch.Tensor) else type(edited).__name__
-            raise ShapeChanged(
-                f"the engine computes with the rows of all requests at once, so a replacement must have the shape "
-                f"{tuple(own.shape)} of what it replaces; this one is {found}"
-            )
+            return full
         new = full.clone()
         new.narrow(dim, group.start, group.size).copy_(edited)
         return new
@@ -90,3 +93,57 @@ class RowBatcher(port.Batcher):
     def assemble_skip(self, running: Any) -> Any:
         """The replacements as they are: a module runs for the rows that nobody replaces."""
         return running
+
+
+def fitted(location: str, expected: Any, replacement: Any) -> Any:
+    """A replacement, in the structure of the value that it replaces.
+
+    Args:
+        location: Where it goes, for the error.
+        expected: The request's own rows there.
+        replacement: What its block puts there. Entries of a dict that are no tensors may be left out.
+
+    Raises:
+        ShapeChanged: A tensor has another shape: the engine computes with the rows of all requests at once.
+        InterleaveError: It is made otherwise.
+    """
+    if isinstance(expected, torch.Tensor):
+        if not isinstance(replacement, torch.Tensor):
+            raise InterleaveError(f"`{location}` takes {describe(expected)}, and got {describe(replacement)}")
+        if replacement.shape != expected.shape:
+            raise ShapeChanged(
+                f"`{location}`: the engine computes with the rows of all requests at once, so a replacement must have "
+                f"the shape {tuple(expected.shape)} of what it replaces; this one is {tuple(replacement.shape)}"
+            )
+        if replacement.is_floating_point() and not expected.is_floating_point():
+            raise InterleaveError(f"`{location}` takes values of {expected.dtype}, and got {replacement.dtype}")
+        return replacement
+    if isinstance(expected, dict):
+        needed = {key for key, value in expected.items() if holds_tensor(value)}
+        if not isinstance(replacement, Mapping) or any(key not in replacement for key in needed):
+            raise InterleaveError(f"`{location}` takes {describe(expected)}, and got {describe(replacement)}")
+        items = {**expected, **replacement}
+        return with_items(expected, items | {key: fitted(location, expected[key], items[key]) for key in needed})
+    if isinstance(expected, list | tuple):
+        if not isinstance(replacement, list | tuple) or len(replacement) != len(expected):
+            raise InterleaveError(f"`{location}` takes {describe(expected)}, and got {describe(replacement)}")
+        new = [fitted(location, *pair) for pair in zip(expected, replacement, strict=True)]
+        return type(expected)(*new) if hasattr(expected, "_fields") else type(expected)(new)
+    return replacement
+
+
+def holds_tensor(value: Any) -> bool:
+    found: list[torch.Tensor] = []
+    port.apply(value, found.append, torch.Tensor)
+    return bool(found)
+
+
+def describe(value: Any) -> str:
+    """What a value is made of, in a few words."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with {', '.join(map(repr, value)) or 'nothing in it'}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}: ({', '.join(map(describe, value))})"
+    return "None" if value is None else f"a {type(value).__name__}"

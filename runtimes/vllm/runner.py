@@ -14,6 +14,7 @@ from interleave.agreement import Agreement
 
 from . import nnsight_port as vllm_port
 from .arenas import Arenas
+from .ending import ending
 from .fragments import EngineFragments
 from .interleaver import EngineInterleaver
 from .model import EngineModel
@@ -69,9 +70,11 @@ class Runner(vllm_port.NNsightGPUModelRunner):
         return self.nnsight_model.interleaver.stages
 
     def _update_states(self, scheduler_output: Any) -> None:
+        if self.stages is not None:
+            self.stages.open()
         super()._update_states(scheduler_output)
         if self.stages is not None:
-            self.stages.begin(self.nnsight_requests, self.nnsight_model.interleaver)
+            self.stages.begin(self.nnsight_model.interleaver)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         output = super().execute_model(*args, **kwargs)
@@ -85,7 +88,10 @@ class Runner(vllm_port.NNsightGPUModelRunner):
             with self.nnsight_model.interleaver.between_steps():
                 self.stages.send_back(self.nnsight_model.interleaver)
             self.nnsight_requests.record_saves()
-        return output
+        return ending(output, [request.id for request in self.nnsight_requests.requests.values() if request.ended])
+
+    def _finish_erred(self, sampler_output: Any) -> None:
+        """Nothing: the scheduler is told."""
 
     def interleave_layouts(self) -> dict[str, Any]:
         """The layouts of all locations, for the client."""

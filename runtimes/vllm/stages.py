@@ -26,13 +26,18 @@ from torch.nn import ModuleList
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.models.utils import PPMissingLayer
 
+from interleave import fragments
 from interleave import nnsight_port as port
-from interleave.errors import DivergedBlock
-from interleave.fragments import Tree
+from interleave.errors import DivergedBlock, Unserved
+from interleave.fragments import Lacking, missing
+from interleave.ranks.packing import Tree, Unpacker
+from interleave.ranks.raised import Raised
+from interleave.ranks.tensors import Outgoing
+
+from .payload import Bytes
 
 if TYPE_CHECKING:
     from .interleaver import EngineInterleaver
-    from .requests import Requests
 
 VLLMS_OWN = "it is vLLM's own module"
 
@@ -75,7 +80,7 @@ class Facts(NamedTuple):
 
     modules: list[str]
     first_layer: int
-    tree: dict[str, Tree]
+    tree: dict[str, fragments.Tree]
     between: set[str]
     read_only: dict[str, str]
     unskippable: dict[str, str | None]
@@ -112,6 +117,7 @@ class Stages:
     def meet(self, model: port.Envoy) -> None:
         """Tell the other stages what this one holds of the model, and hear what they do."""
         interleaver: EngineInterleaver = model.interleaver  # type: ignore[assignment]
+        self._tree = Tree(model)
         root = model.path
         modules = {f"{root}.{name}" if name else root: found for name, found in model._module.named_modules()}
         fragments = interleaver.fragments
@@ -176,19 +182,18 @@ class Stages:
         copy = port.apply(value, lambda tensor: tensor.detach().cpu().clone(), torch.Tensor)
         self._log.append(Entry(block, kind, location, copy))
 
-    def begin(self, requests: Requests, interleaver: EngineInterleaver) -> None:
-        """A step begins. Inside the interleaver: follow what the stages before this one did in it."""
+    def open(self) -> None:
+        """A step begins, and blocks start: from here on it is noted what they do."""
         for work, _ in self._sending:
             work.wait()
         self._log, self._sending = [], []
+        self.active = True
+
+    def begin(self, interleaver: EngineInterleaver) -> None:
+        """Blocks have started. Inside the interleaver: follow what the stages before this one did in the step."""
         self.active = bool(interleaver.mediators)
         if not self.active:
             return
-        for request in requests.requests.values():
-            for number, mediator in request.copies.items():
-                mediator.key = (request.id, number)
-            if request.mediator is not None:
-                request.mediator.key = (request.id, None)
         for number in range(self.number):
             self.follow(self.receive(number), interleaver)
 
@@ -208,17 +213,17 @@ class Stages:
             self.follow(self.receive(number), interleaver)
         while True:
             logs: list[Any] = [None] * self.size
-            dist.all_gather_object(logs, self._log, group=self._group)
+            dist.all_gather_object(logs, self.packed() if self._log else None, group=self._group)
             self._log = []
             if not any(logs):
                 return
             for number, log in enumerate(logs):
-                if number != self.number:
-                    self.follow(log, interleaver)
+                if log is not None and number != self.number:
+                    self.follow(self.unpacked(log), interleaver)
 
     def send(self, stages: Iterable[int]) -> None:
         """Send the log. It is taken when the other stage comes to it; this one goes on."""
-        content = torch.frombuffer(bytearray(pickle.dumps(self._log)), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(self.packed()), dtype=torch.uint8)
         size = torch.tensor([len(content)])
         for number in stages:
             for tensor in (size, content):
@@ -231,7 +236,30 @@ class Stages:
         dist.recv(size, src=source, group=self._group)
         content = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(content, src=source, group=self._group)
-        return pickle.loads(content.numpy().tobytes())
+        return self.unpacked(content.numpy().tobytes())
+
+    def packed(self) -> bytes:
+        """The log as it travels. What cannot travel is told to those who use it; it ends no step of the engine's."""
+        try:
+            message, _ = Bytes.of(self._log, self._tree, Outgoing())
+        except Exception:
+            message, _ = Bytes.of([self._able_to_travel(entry) for entry in self._log], self._tree, Outgoing())
+        return pickle.dumps(message)
+
+    def _able_to_travel(self, entry: Entry) -> Entry:
+        try:
+            Bytes.of(entry, self._tree, Outgoing())
+        except Exception as error:
+            reason = f"it cannot travel between pipeline stages ({error})"
+            if entry.kind == "cache":
+                number, selected, _ = entry.value
+                return entry._replace(value=(number, selected, Lacking.at(entry.location, reason)))
+            return entry._replace(kind="raised", value=Raised.of(Unserved(missing(entry.location, reason))))
+        return entry
+
+    def unpacked(self, data: bytes) -> list[Entry]:
+        message: Bytes = pickle.loads(data)
+        return Unpacker(message.pickle, self._tree, message.tensors(None)).load()
 
     def follow(self, log: list[Entry], interleaver: EngineInterleaver) -> None:
         """Do for this stage's blocks what another stage did for its own."""

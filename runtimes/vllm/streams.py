@@ -10,8 +10,10 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from interleave.errors import DivergedBlock, InterleaveError
+from interleave.ranks.surroundings import RandomState
 
 from . import nnsight_port as vllm_port
+from .drawing import same
 from .engine import reveal
 from .payload import Answers, Tree
 
@@ -29,6 +31,7 @@ class Stream(vllm_port.AsyncVLLMBackend):
 
     def __call__(self, tracer: Any) -> None:
         self._blocks: list = []
+        self._random = RandomState.now()
         try:
             super().__call__(tracer)
         except NotImplementedError as error:
@@ -43,13 +46,18 @@ class Stream(vllm_port.AsyncVLLMBackend):
         vllm_port.attach(output, entry)
         reveal(output)
         (block,) = self._blocks
-        self.model.unpack(Answers(Tree(self.model), self.model.arenas), block, output)
+        answers = Answers(Tree(self.model), self.model.arenas)
+        self.model.unpack(answers, block, output)
+        # What the caller drew in the meantime stays drawn.
+        lost = answers.settle([block], advance=same(self._random, RandomState.now()))
         for completion, saves in zip(output.outputs, output.nnsight_sequences, strict=False):
             completion.saves = saves
         if isinstance(output.error, DivergedBlock):
             await self.model.vllm_entrypoint.collective_rpc("interleave_rebuild", args=(self.model.next_generation(),))
         if output.error is not None:
             raise output.error
+        if lost is not None:
+            raise lost
 
     async def __aiter__(self) -> AsyncGenerator[Any, None]:
         if self._generator is None:

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 from interleave.errors import InterleaveError
 
 from .arenas import Arenas
+from .declaring import declare
 from .runner import CONFIG, mixed
 from .watch import Client, end_with
 
@@ -75,6 +76,11 @@ class Worker(platform_worker()):  # type: ignore[misc]
     def interleave_layouts(self) -> bytes:
         """The layouts of all locations."""
         return pickle.dumps(self.model_runner.interleave_layouts())
+
+    def interleave_declare(self, said: bytes) -> bytes:
+        """Take what the user says of a layout. Returns the layouts of all locations."""
+        declare(self.model_runner.nnsight_model.interleaver, pickle.loads(said))
+        return self.interleave_layouts()
 
     def interleave_rebuild(self, generation: int) -> None:
         """Make the ranks' groups anew."""

@@ -99,19 +99,29 @@ def steered(model: Any, batch: Batch, tokens: int = 1) -> None:
         model.model.layers[15].output[:] += 0.5
 
 
-def reference(batch: Batch) -> Streams:
-    """The residual stream after every layer, by transformers, prompt by prompt."""
+def reference(batch: Batch, generated: Batch) -> Streams:
+    """The residual stream after every layer, by transformers: each prompt's, and then that of each step that follows it
+    in a generation of these tokens (the last is not computed with)."""
     model = AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.float32)
     found: list[torch.Tensor] = []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda _, args, output: found.append(output))
     streams = []
     with torch.no_grad():
-        for ids in batch:
+        for ids, new in zip(batch, generated, strict=True):
             found.clear()
-            model(torch.tensor([ids]))
-            streams.append(list(found))
+            model(torch.tensor([ids + new[:-1]]))
+            steps = [slice(0, len(ids)), *(slice(place, place + 1) for place in range(len(ids), len(ids + new) - 1))]
+            streams.append([stream[:, step] for step in steps for stream in found])
     return streams
+
+
+def steering(model: Any, ids: Any) -> torch.Tensor:
+    """What becomes of the last layer's stream as one is steered."""
+    with torch.no_grad(), model.trace(ids):
+        model.model.layers[15].output[:] += 0.5
+        stream = model.model.layers[-1].output.save()
+    return stream
 
 
 def check(found: Streams, expected: Streams) -> float:
@@ -119,7 +129,7 @@ def check(found: Streams, expected: Streams) -> float:
     worst = 0.0
     assert len(found) == len(expected)
     for streams, references in zip(found, expected, strict=True):
-        for stream, truth in zip(streams, references, strict=False):
+        for stream, truth in zip(streams, references, strict=True):
             assert stream.shape == truth.shape, (stream.shape, truth.shape)
             worst = max(worst, float((stream - truth).abs().nan_to_num(nan=torch.inf).max() / truth.abs().max()))
     if worst > TOLERANCE:
@@ -156,15 +166,18 @@ def main(
 ) -> None:
     """What blocks cost in a serving engine."""
     batch = prompts()
-    expected = reference(batch)
+    expected: Streams = []
+    alone = interleave.load(smollm2(), dtype="float32")
     for degree in tp or [1, 3]:
         with interleave.load(smollm2(), runtime="vllm", tp=degree, **OPTIONS) as model:
             engine = model.vllm_entrypoint
-            steered(model, batch)
-            worst = check(captured(model, batch), expected)
-            # The first step's values of a generation are the prompt's.
-            worst = max(worst, check(captured_in_generation(model, batch, NEW), expected))
             tokens = bare(engine, batch, NEW)
+            expected = expected or reference(batch, tokens)
+            layers = len(model.model.layers)
+            worst = check(captured(model, batch), [streams[:layers] for streams in expected])
+            worst = max(worst, check(captured_in_generation(model, batch, NEW), expected))
+            worst = max(worst, check([[steering(model, batch[0])]], [[steering(alone, torch.tensor(batch[:1]))]]))
+            steered(model, batch)
             print(f"{degree} ranks, {len(batch)} prompts of {sum(map(len, batch))} tokens in all")
             print(f"  captured values equal transformers' within {worst:.1e}")
             sides: dict[str, Callable[[], Any]] = {

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoE
 from interleave import nnsight_port as port
 from interleave.errors import InterleaveError, ShapeChanged, Unserved
 from interleave.fragments import Missing, Placed, Refused, Tree, missing
-from interleave.layout import same_bits
+from interleave.layout import other_bits, same_bits
 
 from ..fragments import COPY, EngineFragments
 from ..interleaver import EngineInterleaver, mark_edited
@@ -118,7 +118,7 @@ class View:
     def visit(self, side: str, value: Any) -> Any:
         """Serve `value`, of HuggingFace's structure; the very object if nobody changed it."""
         self.changed = False
-        return self.interleaver.visited(self._locations[side], value)
+        return self.interleaver.handle(self._locations[side], value)
 
     def gate(self) -> Skipped | None:
         """What requests put in place of this module's output, if any does."""
@@ -146,6 +146,10 @@ class View:
                 self.refuse(each, reason)
         if side in (None, "output") and part is None:
             self.unskippable = reason
+
+    def redressed(self, side: str, own: Any, replacement: Any) -> Any:
+        """A replacement of the value on one side, in HuggingFace's structure, as this view gives that (`own`)."""
+        return replacement
 
     def check_skip(self, replacement: Any, rows: int) -> None:
         """Raise, at the line of the `.skip`, unless the engine can put `replacement` there, for a request of `rows`.
@@ -176,7 +180,7 @@ class View:
     def settle(self, tensor: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
         """Carry `left`, what blocks made of `tensor`, into the model: into `tensor` itself, and where a request
         replaced it, into a new tensor. Both hold the rows of the step; `tensor` may have padding behind them."""
-        left = left.to(tensor.dtype)
+        left = self.checked(tensor, left.to(tensor.dtype))
         swapped = self.interleaver.swapped
         self.changed = bool(swapped)
         shared = tensor
@@ -196,6 +200,20 @@ class View:
             new[span.rows].copy_(left[span.rows])
         return new
 
+    def checked(self, tensor: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+        """`left`, without token ids that the model does not have: those are the errors of their requests."""
+        if tensor.is_floating_point():
+            return left
+        for mediator, span in self.interleaver.spans():
+            rows = span.rows
+            try:
+                self.interleaver.check_integers(self.location("input"), tensor[rows], left[rows], ids=True)
+            except InterleaveError as error:
+                self.interleaver.fail(mediator, error)
+                left = left.clone()
+                left[rows] = tensor[rows]
+        return left
+
     def settle_stream(
         self, stream: torch.Tensor, left: torch.Tensor, part: torch.Tensor, residual: torch.Tensor
     ) -> None:
@@ -204,10 +222,11 @@ class View:
         left = left.to(part.dtype)
         for mediator, span in self.interleaver.spans():
             rows = span.rows
-            if not same_bits(stream[rows], left[rows].contiguous()):
+            changed = other_bits(stream[rows], left[rows]).any(-1)
+            if changed.any():
                 mark_edited(mediator)
-                part[rows].copy_(left[rows])
-                residual[rows].zero_()
+                part[rows][changed] = left[rows][changed]
+                residual[rows][changed] = 0
 
 
 class TensorView(View):
@@ -241,6 +260,18 @@ class TensorView(View):
         self.followed_by: FusedLinearView | None = None
         #: The linear that takes this module's output, and that HuggingFace runs next.
         self.taken_by: LinearView | None = None
+
+    def redressed(self, side: str, own: Any, replacement: Any) -> Any:
+        if isinstance(own, torch.Tensor) or isinstance(replacement, torch.Tensor):
+            return replacement
+        undress, dress = (
+            (self.undressed_input, self.dressed_input) if side == "input" else (self.undressed, self.dressed)
+        )
+        try:
+            tensor = undress(replacement)
+        except (TypeError, IndexError, KeyError, AttributeError, ValueError, StopIteration):
+            return replacement
+        return dress(tensor) if isinstance(tensor, torch.Tensor) else replacement
 
     # -- between vLLM's values and HuggingFace's ---------------------------------------------------------------
 
@@ -304,7 +335,8 @@ class TensorView(View):
         if left is not tensor:
             args, kwargs = self.put(args, kwargs, left)
         skipped = self.gate()
-        output = native(*args, **kwargs)
+        with self.interleaver.skipping(self.path, skipped):
+            output = native(*args, **kwargs)
         before = self.picked(output)
         after = self.leave(before if skipped is None else self.over(before, skipped))
         self.done(after)

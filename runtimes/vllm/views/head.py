@@ -174,6 +174,7 @@ class HeadView(TensorView):
         left = self.enter(hidden)
         skipped = self.gate()
         before = self.logits(left)
+        self.fragments.late.clear()
         after = self.leave(before if skipped is None else self.over(before, skipped))
         after = self.scaled(after)
         for location in (self.result, "result"):
@@ -182,7 +183,7 @@ class HeadView(TensorView):
                 continue
             cache: Any = Lacking.at(f"{location}.past_key_values", PAGED)
             value = CausalLMOutputWithPast(logits=after[None], past_key_values=cache)  # type: ignore[arg-type]
-            left = self.interleaver.visited(location, value)
+            left = self.interleaver.handle(location, value)
             after = after if left is value else self.settle(after, left["logits"][0])
         return after
 

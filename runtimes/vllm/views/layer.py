@@ -31,7 +31,9 @@ class LayerView(TensorView):
         else:
             self.pair("input", tensor, residual)
         skipped = self.gate()
-        output = native(*args, **kwargs)
+        with self.interleaver.skipping(self.path, skipped):
+            output = native(*args, **kwargs)
+        self.fragments.late.clear()
         if not isinstance(output, tuple):
             before = output if skipped is None else self.over(output, skipped)
             return self.leave(before)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +40,9 @@ DEEP = 5e-4
 
 #: Of the pages that an engine does not show, one leaf in each value is asked for.
 OF_A_CACHE = re.compile(r"\['past_key_values'\]\.layers\[(\d+\]\.values|[1-9]\d*\]\.keys)")
+
+#: Prompts of other requests.
+OTHERS = ([9, 4, 11], [2, 8, 5, 7, 3, 10, 9, 6, 4])
 
 NOT_CACHED = "no such module in the cache"
 
@@ -99,13 +103,32 @@ def source_of(kind: str) -> Path:
     return smollm2() if kind == "smollm2" else tiny(kind)
 
 
+#: Of layers that are alike, those that are written, skipped and called; every layer is read. Else: all.
+LAYERS = {
+    **dict.fromkeys(["llama-bias", "llama-tied", "llama-mqa", "qwen2", "qwen3", "gpt-oss"], "1"),
+    **dict.fromkeys(["deepseek", "deepseek-q-lora"], "0|2"),
+    "smollm2": "17",
+}
+
+
+def outside_of_layers_and_in(layers: str) -> str:
+    """A pattern of the modules that are in no layer, or in one of these."""
+    return rf"(?!.*\.layers\.).*|.*\.layers\.({layers})(\..*)?"
+
+
 @functools.cache
-def expected(kind: str, chosen: tuple[str, ...] = OPERATIONS, edited: str = ".*") -> dict[str, Any]:
+def expected(kind: str, chosen: tuple[str, ...] = OPERATIONS, edited: str | None = None) -> dict[str, Any]:
     """What transformers' model does: the plans, the log of each operation, and what in it proves nothing.
+
+    Args:
+        kind: A key of `checkpoints.KINDS`, or `smollm2`.
+        chosen: The operations.
+        edited: The layers that are written, skipped and called: numbers, with `|` between. None: those of `LAYERS`.
 
     A cache is to hold what a block reads. (transformers' own cannot be asked: it would hold a module's last call.)
     """
     options = (("attn_implementation", "soft"),) if kind == "gemma2" else ()
+    edited = outside_of_layers_and_in(edited or LAYERS.get(kind, r"\d+"))
     case = Case(source_of(kind), options, ids=harness.IDS[:1], edited=edited)
     plays = tuple((name, False) for name in chosen if name != "cache")
     known = torch.load(harness.reference(case, plays), weights_only=False)
@@ -146,6 +169,20 @@ def watched_less(model: Any, plan: Plan) -> torch.Tensor:
     with model.trace(**plan.inputs) as tracer:
         logits = tracer.result.logits.save()
     return logits
+
+
+def among_others(model: Any, inputs: dict[str, Any], block: Callable[[Any], None]) -> None:
+    """`operations.play` with requests before and behind the block's in every step, which edit everything of theirs."""
+    with model.trace() as tracer:
+        for neighbours in OTHERS[:1], None, OTHERS[1:]:
+            if neighbours is None:
+                with tracer.invoke(inputs["input_ids"]):
+                    block(tracer)
+            else:
+                with tracer.invoke(*neighbours):
+                    model.model.layers[0].self_attn.o_proj.input[:] *= 2
+                    model.model.layers[0].mlp.output = 3 * model.model.layers[0].mlp.output
+                    model.model.layers[1].output[:] += 5
 
 
 def play(model: Any, expected: dict[str, Any]) -> dict[str, Log]:

@@ -14,6 +14,7 @@ import torch
 from vllm import SamplingParams
 
 from interleave.errors import InterleaveError
+from interleave.layout import Partial
 from tests.runtimes.vllm.engines import traced
 
 pytestmark = [
@@ -90,6 +91,41 @@ async def story(engine: Any) -> dict[str, Any]:
     await anext(stream)
     await stream.aclose()
 
+    torch.manual_seed(5)
+    numbers = []
+    for _ in range(2):
+        with engine.trace(PROMPT) as tracer:
+            engine.model.layers[0].output
+            noise = torch.randn(3).save()
+        numbers.append((await tracer.backend).saves["noise"])
+    numbers.append(torch.randn(3))
+    told["numbers"] = torch.cat(numbers)
+
+    told["ended"] = []
+    for raises in (True, False):
+        with engine.generate(PROMPT, max_new_tokens=100, ignore_eos=True) as tracer:
+            for step in tracer.iter[:100]:
+                engine.model.layers[0].output.save()
+                if step == 1:
+                    if raises:
+                        raise ValueError("enough")
+                    tracer.stop()
+        try:
+            last = None
+            async for output in tracer.backend:
+                last = output
+        except ValueError as error:
+            told["enough"] = str(error)
+        told["ended"].append(len(last.outputs[0].token_ids))
+
+    total = torch.zeros(())
+    with engine.generate(PROMPT, n=2, max_new_tokens=1, temperature=1.0) as tracer:
+        total += engine.model.layers[0].output.sum()
+    try:
+        await tracer.backend
+    except InterleaveError as error:
+        told["lost"] = str(error)
+
     async with engine.edit() as (_, edit):
         seen = engine.model.layers[0].output.shape[1].save()
     outputs = await engine.generate([PROMPT, PROMPT[:4]], max_new_tokens=1)
@@ -104,6 +140,11 @@ async def story(engine: Any) -> dict[str, Any]:
     with pytest.raises(InterleaveError, match="alayout"):
         engine.layout("model.layers.0.mlp.gate_proj.output")
     told["layout"] = await engine.alayout("model.layers.0.mlp.gate_proj.output")
+    with pytest.raises(InterleaveError, match="adeclare"):
+        engine.declare("model.layers.0.mlp.raw.output", Partial())
+    with pytest.raises(InterleaveError, match="no module"):
+        await engine.adeclare("model.layers.7.mlp.raw.output", Partial())
+    await engine.adeclare("model.layers.0.mlp.raw.output", Partial())
     told["left"] = await engine.vllm_entrypoint.collective_rpc("nnsight_request_count")
     return told
 
@@ -135,6 +176,20 @@ def test_the_callers_objects_are_changed(told: dict[str, Any]) -> None:
 
 def test_an_error_is_raised_where_the_outputs_are_taken(told: dict[str, Any]) -> None:
     assert isinstance(told["raised"], ZeroDivisionError)
+
+
+def test_blocks_draw_one_after_another(told: dict[str, Any]) -> None:
+    torch.manual_seed(5)
+    assert torch.equal(told["numbers"], torch.cat([torch.randn(3) for _ in range(3)]))
+
+
+def test_a_request_ends_with_its_block(told: dict[str, Any]) -> None:
+    assert told["enough"] == "enough"
+    assert all(number <= 3 for number in told["ended"])
+
+
+def test_what_several_sequences_changed_is_told(told: dict[str, Any]) -> None:
+    assert "`total`" in told["lost"]
 
 
 def test_edits_are_installed_and_cleared(told: dict[str, Any]) -> None:

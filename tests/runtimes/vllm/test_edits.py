@@ -114,20 +114,40 @@ def test_what_an_edit_saves_and_cannot_leave_is_named(engine: Any) -> None:
     assert isinstance(output.error, InterleaveError) and "'function'" in str(output.error)
 
 
-def test_edits_draw_the_same_numbers_on_every_rank_and_leave_the_engines_alone(engine: Any) -> None:
+def test_edits_draw_alike_on_every_rank_otherwise_in_every_request_and_leave_the_engines_alone(engine: Any) -> None:
     hot = SamplingParams(temperature=1.5, max_tokens=6, seed=3, ignore_eos=True, detokenize=False)
-    prompt = {"prompt_token_ids": PROMPT}
-    before = tokens(engine.vllm_entrypoint.generate([prompt], hot, use_tqdm=False))
-    torch.manual_seed(11)
-    expected = torch.randn(3)
-    torch.manual_seed(11)
-    with engine.edit():
-        engine.model.layers[0].output
-        noise = torch.randn(3).save()
-    for _ in range(2):
-        outputs = engine.vllm_entrypoint.generate([prompt], hot, use_tqdm=False)
-        assert torch.equal(outputs[0].saves["noise"], expected)
-        assert tokens(outputs) == before
+    prompts = [{"prompt_token_ids": PROMPT}, {"prompt_token_ids": PROMPT[:4]}]
+    before = tokens(engine.vllm_entrypoint.generate(prompts, hot, use_tqdm=False))
+
+    def noises() -> list[torch.Tensor]:
+        torch.manual_seed(11)
+        with engine.edit() as (_, edit):
+            engine.model.layers[0].output
+            noise = torch.randn(3)
+            ranks = [torch.empty(3) for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather(ranks, noise)
+            ranks.save()
+        with engine.edit() as (_, another):
+            engine.model.layers[0].output
+            other = torch.randn(3).save()
+        found = []
+        for _ in range(2):
+            outputs = engine.vllm_entrypoint.generate(prompts, hot, use_tqdm=False)
+            assert tokens(outputs) == before
+            for output in outputs:
+                assert all(torch.equal(output.saves["ranks"][0], own) for own in output.saves["ranks"])
+                found += [output.saves["ranks"][0], output.saves["other"]]
+        with engine.trace(PROMPT):
+            engine.model.layers[0].output
+            found.append(torch.randn(3).save())
+        edit.clear()
+        another.clear()
+        return found
+
+    found = noises()
+    numbers = torch.cat(found).tolist()
+    assert len(set(numbers)) == len(numbers) == 27
+    assert all(map(torch.equal, found, noises()))
 
 
 def test_an_edit_that_another_engine_would_copy_is_refused(engine: Any) -> None:

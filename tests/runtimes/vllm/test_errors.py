@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from vllm.exceptions import VLLMValidationError
 
 from interleave.errors import DivergedBlock, InterleaveError, ShapeChanged
 from interleave.nnsight_port import OutOfOrderError
+from tests import harness
 from tests.runtimes.vllm.engines import traced
 
 pytestmark = pytest.mark.vllm
@@ -151,7 +153,112 @@ def test_what_does_not_fit_is_refused_at_its_line(engine: Any, replacement: Any,
         else:
             mlp.skip(replacement(hidden))
         engine.lm_head.output.save()
-    assert "replacement(hidden)" in line_of(raised.value)[1] or "engine." in line_of(raised.value)[1]
+    assert "replacement(hidden)" in line_of(raised.value)[1]
+
+
+def at(engine: Any, path: str) -> Any:
+    return functools.reduce(
+        lambda envoy, name: envoy[int(name)] if name.isdigit() else getattr(envoy, name), path.split("."), engine
+    )
+
+
+def put(of: str, side: str, value: Any) -> Callable[[Any], None]:
+    """Assigns at `engine.<of>.<side>`."""
+    return lambda engine: setattr(at(engine, of) if of else engine, side, value)
+
+
+def fill(of: str, value: float) -> Callable[[Any], None]:
+    """Writes into the tensor at `engine.<of>`."""
+    return lambda engine: at(engine, of).fill_(value)
+
+
+ROWS = torch.zeros(1, len(PROMPT), 96)
+SPOILED: dict[str, Callable[[Any], None]] = {
+    "a tensor for a pair": put("model.layers.0.self_attn", "output", ROWS),
+    "a pair for a tensor": put("model.norm", "output", (ROWS, ROWS)),
+    "no arguments of a layer": put("model.layers.0", "inputs", ((), {})),
+    "no arguments of a block": put("model.layers.0.mlp", "inputs", ((), {})),
+    "None for the stack's output": put("model", "output", None),
+    "None for the head's": put("lm_head", "output", None),
+    "numbers for ids": put("model", "input", ROWS[..., 0]),
+    "ids of no token": put("model", "input", torch.full((1, len(PROMPT)), 10**6)),
+    "ids of no token, in place": fill("model.embed_tokens.input", 10**6),
+    "ids of no token, raw": fill("model.embed_tokens.raw.input", 10**6),
+    "samples of no token": lambda engine: setattr(engine, "samples", torch.full_like(engine.samples, 10**7)),
+    "samples of no token, in place": fill("samples", 10**7),
+    "words for samples": put("", "samples", "words"),
+    "logits of another width": put("", "logits", torch.zeros(3)),
+    "None for logits": put("", "logits", None),
+    "half of a raw pair": put("model.layers.0.raw", "output", (ROWS[0],)),
+    "words for a raw pair": put("model.layers.0.raw", "output", "words"),
+    "None for a fused linear's": put("model.layers.0.self_attn.qkv_proj.raw", "output", None),
+    "another shape for the attention's": put("model.layers.0.self_attn.attn", "output", torch.zeros(2, 2)),
+    "other queries": put("model.layers.0.self_attn.attn", "input", torch.zeros(len(PROMPT), 5)),
+    "the attention skipped": lambda engine: engine.model.layers[0].self_attn.attn.skip(None),
+    "None for the rotated": put("model.layers.0.self_attn.rotary_emb", "output", None),
+    "positions that are none": fill("model.layers.0.self_attn.rotary_emb.input", 10**6),
+    "None for the sampled logits": put("logits_processor", "output", None),
+    "another request's logits": fill("logits_processor.output", 0.0),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
+def test_what_would_break_the_engine_is_its_own_requests_error(engine: Any, spoil: Callable[[Any], None]) -> None:
+    with (
+        pytest.raises((InterleaveError, OutOfOrderError)),
+        engine.generate(max_new_tokens=2, ignore_eos=True) as tracer,
+    ):
+        with tracer.invoke(PROMPT[:4]):
+            other = engine.model.layers[1].output.save()
+        with tracer.invoke(PROMPT):
+            spoil(engine)
+            engine.lm_head.output
+    with engine.trace(PROMPT[:4]):
+        expected = engine.model.layers[1].output.save()
+    assert harness.difference(expected, other) == ""
+
+
+def test_a_write_that_the_model_would_not_see_is_refused(engine: Any) -> None:
+    with pytest.raises(InterleaveError, match=r"q_proj\.output` after the engine had gone on"), engine.trace(PROMPT):
+        query = engine.model.layers[0].self_attn.q_proj.output
+        engine.model.layers[0].self_attn.k_proj.output
+        query[:] = 0
+        engine.model.layers[0].output
+    with (
+        pytest.raises(InterleaveError, match=r"embed_tokens\.output` after the engine had gone on"),
+        engine.trace(PROMPT),
+    ):
+        embedded = engine.model.embed_tokens.output
+        engine.model.layers[0].input
+        embedded *= 2
+        engine.lm_head.output
+
+
+def test_a_block_may_change_what_the_model_is_done_with(engine: Any) -> None:
+    with engine.trace(PROMPT):
+        first = engine.model.layers[0].output.save()
+        engine.model.layers[1].output
+        first /= first.norm()
+        logits = engine.lm_head.output.save()
+        logits[:] = 0
+    assert float(first.norm()) == pytest.approx(1, abs=1e-5)
+    assert not logits.any()
+
+
+def test_what_is_inside_a_skipped_module_does_not_happen_for_its_request(engine: Any) -> None:
+    with pytest.raises(OutOfOrderError, match="gate_proj"), engine.trace() as tracer:
+        with tracer.invoke(PROMPT[:4]):
+            other = engine.model.layers[0].mlp.gate_proj.output.save()
+        with tracer.invoke(PROMPT):
+            engine.model.layers[0].mlp.skip(ROWS)
+            engine.model.layers[0].mlp.gate_proj.output
+    assert other.shape == (1, 4, 144)
+    with engine.trace(PROMPT) as tracer:
+        cache = tracer.cache()
+        engine.model.layers[0].mlp.skip(ROWS)
+    assert torch.equal(cache["model.model.layers.0.mlp"].output, ROWS)
+    assert "model.model.layers.0.mlp.gate_proj" not in cache
+    assert "model.model.layers.1.mlp.gate_proj" in cache
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import operator
+import random
+import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 import interleave
-from interleave.errors import InterleaveError
+from interleave.errors import InterleaveError, Unserved
+from interleave.layout import Shard
 from tests.runtimes.vllm.checkpoints import tiny
 from tests.runtimes.vllm.engines import traced
 
@@ -295,6 +303,126 @@ def test_blocks_of_several_requests_change_one_object_together(engine: Any) -> N
         assert table[number] == stream(engine, prompt)[0, 0, :2].tolist()
 
 
+def test_what_requests_do_to_different_parts_of_an_object_is_put_together(engine: Any, original: Any) -> None:
+    def together(model: Any, prompts: list[Any]) -> list[Any]:
+        items, slots, table, notes = ["before"], [None, 0.5, None, 2**70], {"kept": 0.5, "gone": 1}, Notes()
+        members, rows = {0, "kept"}, torch.zeros(2, 96)
+        first, second = rows
+        with model.trace() as tracer:
+            with tracer.invoke(prompts[0]):
+                items.append(0)
+                slots[0] = model.model.layers[0].output[0, 0].tolist()
+                table["one"] = 1
+                members.add(1)
+                notes.one = 1
+                members.discard(0)
+                first[:] = model.model.layers[1].output[0, -1].detach()
+            with tracer.invoke(prompts[1]):
+                second[:] = model.model.layers[1].output[0, -1].detach()
+                slots[2] = 2
+                slots.append("end")
+                items += [1, 2]
+                table["two"] = table["kept"] + 2
+                del table["gone"]
+                members |= {1, 2}
+                notes.two = 2
+        return [slots[0], rows, items, slots[1:], table, members, (notes.one, notes.two)]
+
+    prompts = [PROMPT[:4], PROMPTS[2]]
+    ours = together(engine, prompts)
+    theirs = together(original, [torch.tensor([prompt]) for prompt in prompts])
+    close(torch.tensor(ours[0]), torch.tensor(theirs[0]))
+    close(ours[1], theirs[1])
+    assert ours[2:] == theirs[2:]
+    assert ours[5] == {1, 2, "kept"} and ours[1].any()
+
+
+def counted(model: Any, prompts: list[Any], change: Any, state: Any, found: list[Any]) -> None:
+    with model.trace() as tracer:
+        for prompt in prompts:
+            with tracer.invoke(prompt):
+                change(state, model.model.layers[1].output)
+                found.append(model.lm_head.output.shape[1])
+
+
+def ordered(state: Any, hidden: torch.Tensor) -> None:
+    state.append(hidden.shape[1])
+    state.sort()
+
+
+def drawn_from(state: torch.Generator, hidden: torch.Tensor) -> None:
+    torch.rand(hidden.shape[1], generator=state)
+
+
+CHANGES = {
+    "an element": (lambda: [0, 1], lambda state, hidden: operator.setitem(state, 0, state[0] + 1), "`state[0]`"),
+    "a float": (lambda: [0.25, 1], lambda state, hidden: operator.setitem(state, 0, state[0] * 2), "`state[0]`"),
+    "an entry": (lambda: {"n": 0}, lambda state, hidden: operator.setitem(state, "n", state["n"] + 1), "`state['n']`"),
+    "a new entry": (dict, lambda state, hidden: operator.setitem(state, "n", hidden), "`state['n']`"),
+    "a tensor": (lambda: torch.zeros(1), lambda state, hidden: state.add_(hidden.sum()), "`state`"),
+    "an array": (lambda: np.zeros(2), lambda state, hidden: operator.iadd(state, hidden.shape[1]), "`state`"),
+    "an attribute": (lambda: Notes(), lambda state, hidden: setattr(state, "seen", hidden), "`state.seen`"),
+    "inside": (lambda: {"a": [[0]]}, lambda state, hidden: operator.setitem(state["a"][0], 0, 1), "`state['a'][0][0]`"),
+    "an order": (lambda: [50, 2], ordered, "`state`"),
+    "a removal": (lambda: [3, 4, 5], lambda state, hidden: state.pop(), "`state`"),
+    "a removed member": (lambda: {3, 4}, lambda state, hidden: state.clear(), "`state`"),
+    "a generator": (torch.Generator, drawn_from, "`state`"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_several_requests_do_to_one_thing_is_told_and_not_lost(engine: Any, original: Any, kind: str) -> None:
+    make, change, name = CHANGES[kind]
+    state, found = make(), []
+    before = copy.deepcopy(state.get_state() if kind == "a generator" else state)
+    with pytest.raises(InterleaveError, match=re.escape(name)) as raised:
+        counted(engine, PROMPTS[:2], change, state, found)
+    assert "own copy" in str(raised.value) and "combine it after the trace" in str(raised.value)
+    assert found == [len(prompt) for prompt in PROMPTS[:2]]
+    after = state.get_state() if kind == "a generator" else state
+    assert repr(vars(after) if kind == "an attribute" else after) == repr(
+        vars(before) if kind == "an attribute" else before
+    )
+    alone, theirs = make(), make()
+    counted(engine, PROMPTS[:1], change, alone, [])
+    counted(original, [torch.tensor([PROMPTS[0]])], change, theirs, [])
+    if kind in ("a new entry", "an attribute"):
+        alone, theirs = (x["n"] if kind == "a new entry" else x.seen for x in (alone, theirs))
+    if isinstance(alone, torch.Tensor):
+        close(alone, theirs)
+    elif kind == "a generator":
+        assert torch.equal(alone.get_state(), theirs.get_state())
+    else:
+        assert repr(alone) == repr(theirs) != repr(before)
+
+
+def test_a_warning_in_a_block_is_no_change(engine: Any) -> None:
+    def warn() -> None:
+        warnings.warn("in a block", stacklevel=1)
+
+    with engine.trace(PROMPTS[:2]):
+        engine.model.layers[0].output
+        warn()
+        warnings.warn("in a block", stacklevel=1)
+
+
+def test_a_list_of_prompts_changes_an_object_once_for_each(engine: Any) -> None:
+    total, items = torch.zeros(()), []
+    with pytest.raises(InterleaveError, match="`total`"), engine.trace(PROMPTS):
+        hidden = engine.model.layers[1].output.save()
+        items.append(hidden.shape[1])
+        total += hidden.sum()
+    assert items == [len(prompt) for prompt in PROMPTS]
+    assert [x.shape[1] for x in hidden] == items and total == 0
+    with pytest.raises(ZeroDivisionError) as raised, engine.trace(PROMPTS[:3]):
+        hidden = engine.model.layers[1].output
+        total += 1
+        1 // (hidden.shape[1] - 2)
+    assert any("`total`" in note for note in raised.value.__notes__)
+    with pytest.raises(InterleaveError, match="`total`"), engine.generate(PROMPT, n=2, temperature=1.0):
+        total += engine.model.layers[1].output.sum()
+
+
 # Random numbers
 
 
@@ -311,6 +439,201 @@ def test_blocks_draw_the_clients_random_numbers(engine: Any, original: Any) -> N
     ours, theirs = drawn(engine, PROMPT), drawn(original, torch.tensor([PROMPT]))
     assert torch.equal(ours[0], theirs[0])
     assert torch.equal(ours[1], theirs[1])
+
+
+def noises(engine: Any, seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """What the blocks of several requests draw, from Python and numpy as well; and the client's next numbers."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    noise: list[torch.Tensor] = []
+    with engine.generate(max_new_tokens=2, ignore_eos=True) as tracer:
+        for prompts in (PROMPT, PROMPTS[1:3]):
+            with tracer.invoke(prompts):
+                own = [torch.randn(3)]
+                for step in tracer.iter[:2]:
+                    engine.model.layers[step].output
+                    own += [torch.randn(3), torch.tensor([random.random(), np.random.rand()])]
+                noise.append(torch.cat(own).save())
+    return noise, torch.cat([torch.randn(3), torch.tensor([random.random(), np.random.rand()])])
+
+
+def test_every_request_draws_its_own_numbers_and_the_client_goes_on_behind_the_first(engine: Any) -> None:
+    noise, after = noises(engine, 5)
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    expected = [torch.randn(3)]
+    for _ in range(3):
+        expected += [torch.randn(3), torch.tensor([random.random(), np.random.rand()])]
+    assert torch.equal(torch.cat([noise[0], after]), torch.cat(expected))
+    numbers = torch.cat([*noise, after])
+    assert len(noise) == 3 and len(set(numbers.tolist())) == len(numbers)
+    again, other = noises(engine, 5), noises(engine, 6)
+    assert all(map(torch.equal, [*noise, after], [*again[0], again[1]]))
+    assert not any(map(torch.equal, noise, other[0]))
+
+
+def test_every_sequence_of_a_prompt_draws_its_own_numbers(engine: Any) -> None:
+    def numbers() -> torch.Tensor:
+        torch.manual_seed(5)
+        with engine.generate(max_new_tokens=1, ignore_eos=True) as tracer:
+            with tracer.invoke(PROMPT, n=3, temperature=2.0, seed=3):
+                engine.model.layers[0].output
+                three = torch.randn(3).save()
+            with tracer.invoke(PROMPTS[1]):
+                engine.model.layers[0].output
+                one = torch.randn(3).save()
+        return torch.cat([*three, one])
+
+    found = numbers()
+    assert len(set(found.tolist())) == 12
+    assert torch.equal(found, numbers())
+    torch.manual_seed(5)
+    assert torch.equal(found[:3], torch.randn(3))
+
+
+def test_the_client_goes_on_if_any_block_drew_and_only_then(engine: Any) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with engine.trace(PROMPTS[:2]):
+        engine.model.layers[0].output.save()
+    assert torch.equal(torch.get_rng_state(), before)
+    drawn = []
+    for _ in range(2):
+        with engine.trace() as tracer:
+            with tracer.invoke(PROMPT):
+                engine.model.layers[0].output.save()
+            with tracer.invoke(PROMPTS[1]):
+                engine.model.layers[0].output
+                drawn.append(torch.randn(3).save())
+    assert not torch.equal(*drawn)
+
+
+# The end of a request
+
+
+@contextlib.contextmanager
+def steps(engine: Any) -> Iterator[list[set[str]]]:
+    """The requests of each step that the engine makes."""
+    scheduler = engine.vllm_entrypoint.llm_engine.engine_core.engine_core.scheduler
+    update, made = scheduler.update_from_output, []
+
+    def counted(scheduled: Any, output: Any) -> Any:
+        made.append(set(scheduled.num_scheduled_tokens))
+        return update(scheduled, output)
+
+    with mock.patch.object(scheduler, "update_from_output", counted):
+        yield made
+
+
+ENGINES = {"one rank": {}, "two ranks": {"tp": 2}, "two stages": {"pp": 2}}
+
+
+@pytest.mark.parametrize("ranks", ENGINES)
+def test_a_request_ends_where_its_block_raises_or_stops_and_the_others_go_on(ranks: str) -> None:
+    with traced("llama", **ENGINES[ranks]) as engine:
+        seen: list[int] = []
+        with steps(engine) as made, pytest.raises(ValueError, match="enough"):
+            with engine.generate(PROMPT, max_new_tokens=100, ignore_eos=True) as tracer:
+                for step in tracer.iter[:100]:
+                    engine.model.layers[1].output
+                    seen.append(step)
+                    if step == 1:
+                        raise ValueError("enough")
+        assert seen == [0, 1] and len(made) <= 4
+
+        with steps(engine) as made, engine.generate(PROMPT, max_new_tokens=100, min_tokens=50) as tracer:
+            hidden = engine.model.layers[0].output.save()
+            tracer.stop()
+        assert hidden.shape == (1, len(PROMPT), 96) and len(made) <= 3
+
+        with steps(engine) as made, pytest.raises(ValueError, match="the first"):
+            with engine.generate(max_new_tokens=20, ignore_eos=True) as tracer:
+                with tracer.invoke(PROMPT):
+                    first = engine.model.layers[0].output.save()
+                    raise ValueError("the first")
+                with tracer.invoke(PROMPTS[1]):
+                    ids = tracer.result.save()
+                with tracer.invoke(PROMPTS[2]):
+                    for _ in tracer.iter[4]:
+                        fifth = engine.model.layers[1].output.save()
+                        tracer.stop()
+        assert first.shape == (1, len(PROMPT), 96) and fifth.shape == (1, 1, 96)
+        # The requests of the steps, but for what was scheduled before the end was known.
+        assert sum(map(len, made)) <= 20 + 1 + 5 + 2 + 1
+        assert ids.tolist() == steps_of(engine, PROMPTS[1], 20, ignore_eos=True)[2].tolist()
+
+        with steps(engine) as made, engine.generate(PROMPT, n=2, max_new_tokens=50, temperature=1.0) as tracer:
+            for _ in tracer.iter[1]:
+                two = engine.model.layers[1].output.save()
+                tracer.stop()
+        assert len(two) == 2 and len(made) <= 5
+        assert set(engine._ask("nnsight_request_count")) == {0}
+
+
+def test_a_request_that_no_block_can_run_for_ends_too() -> None:
+    chunked = {"enable_chunked_prefill": True, "max_num_batched_tokens": 32, "max_num_seqs": 4}
+    with traced("llama", **chunked) as engine, steps(engine) as made:
+        with pytest.raises(InterleaveError, match="several steps"):
+            with engine.generate(list(range(3, 3 + 100)), max_new_tokens=20, ignore_eos=True):
+                engine.model.layers[1].output.save()
+    assert len(made) <= 3
+
+
+# What the user knows
+
+
+INNER = "model.layers.*.mlp.raw.source.maybe_fused_act_quant_0.output"
+
+
+def inner(engine: Any, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    with engine.trace(PROMPT):
+        seen = engine.model.layers[1].mlp.raw.source.maybe_fused_act_quant_0.output
+        seen[:] *= scale
+        seen.save()
+        out = engine.model.layers[1].mlp.output.save()
+    return seen, out
+
+
+def test_a_declared_layout_makes_a_refused_value_whole(original: Any) -> None:
+    with original.trace(torch.tensor([PROMPT])):
+        expected = original.model.layers[1].mlp.down_proj.input.save()
+        out = original.model.layers[1].mlp.output.save()
+    with traced("llama", 2) as engine:
+        with pytest.raises(InterleaveError, match=r"model\.declare") as refused:
+            inner(engine)
+        assert f"`model.{INNER.replace('*', '1')}`" in str(refused.value)
+        engine.declare(INNER, Shard(-1))
+        assert "over tp" in engine.layout(INNER.replace("*", "0"))
+        found, result = inner(engine)
+        close(found, expected[0])
+        close(result, out)
+        doubled, result = inner(engine, 2.0)
+        close(doubled, 2 * expected[0])
+        close(result, 2 * out)
+
+        before = dict(engine.interleaver.fragments.tree)
+        for wrong, error, text in [
+            (("model.layers.*.mpl.raw.source.x.output", Shard(-1)), InterleaveError, "no module"),
+            ((INNER, Shard(-1), "ep"), InterleaveError, "not sharded over 'ep'"),
+            ((INNER.removesuffix(".output"), Shard(-1)), InterleaveError, "no location"),
+            ((INNER, -1), InterleaveError, "no layout"),
+            ((INNER.replace(".raw", ""), Shard(-1)), Unserved, "raw"),
+            (("model.rotary_emb.output", Shard(-1)), Unserved, "no such module"),
+        ]:
+            with pytest.raises(error, match=text):
+                engine.declare(*wrong)
+        assert engine.interleaver.fragments.tree == before
+        close(inner(engine)[0], expected[0])
+
+
+def test_a_declaration_on_one_rank_is_checked_and_changes_nothing(engine: Any) -> None:
+    with pytest.raises(InterleaveError, match="no module"):
+        engine.declare("model.nothing.output", Shard(-1))
+    engine.declare(INNER, Shard(-1))  # nothing is a piece on one rank
+    found, _ = inner(engine)
+    assert found.shape == (len(PROMPT), 144)
 
 
 # The engine's own ways of saving work
@@ -362,44 +685,3 @@ def test_a_prompt_that_is_computed_in_parts_is_its_own_requests_error() -> None:
         assert engine._ask("nnsight_request_count") == [0]
     with traced("llama", **chunked | {"max_num_batched_tokens": 64}) as engine:
         assert stream(engine, long).shape == (1, 60, 96)
-
-
-def test_requests_that_were_put_aside_read_the_same_rows_or_are_told() -> None:
-    prompts = [list(range(3 + n, 3 + n + 30)) for n in range(3)]
-    steps = 60
-
-    def read(engine: Any) -> list[list[torch.Tensor]]:
-        seen: list[list[torch.Tensor]] = [[] for _ in prompts]
-        with engine.generate(ignore_eos=True, max_new_tokens=steps) as tracer:
-            for prompt, own in zip(prompts, seen, strict=True):
-                with tracer.invoke(prompt):
-                    for _ in tracer.iter[:steps]:
-                        own.append(engine.model.layers[1].output)
-        return seen
-
-    with traced("llama") as engine:
-        expected = read(engine)
-    # Two layers of keys and values of six heads of 32 for 32 tokens make a block; there is room for eight.
-    block = 2 * 2 * 6 * 32 * 4 * 32
-    with traced("llama", kv_cache_memory_bytes=8 * block, block_size=32, max_num_seqs=3) as engine:
-        scheduler = engine.vllm_entrypoint.llm_engine.engine_core.engine_core.scheduler
-        with mock.patch.object(scheduler, "_preempt_request", wraps=scheduler._preempt_request) as put_aside:
-            found = read(engine)
-            found = read(engine)
-        assert put_aside.called, "the cache is too large to put a request aside"
-        for own, other in zip(found, expected, strict=True):
-            assert [value.shape for value in own] == [value.shape for value in other]
-            for value, same in zip(own, other, strict=True):
-                close(value, same)
-
-        done = []
-        with pytest.raises(InterleaveError, match="put this request aside"):
-            with engine.generate(ignore_eos=True, max_new_tokens=steps) as tracer:
-                for prompt in prompts:
-                    with tracer.invoke(prompt):
-                        for step in tracer.iter[:steps]:
-                            engine.model.layers[0].output[:] *= 1.01
-                            if step == steps - 1:
-                                done.append(prompt[0])
-        assert 0 < len(done) < len(prompts)
-        assert engine._ask("nnsight_request_count") == [0]

@@ -43,10 +43,11 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return float((found - expected).abs().max()) <= TOLERANCE * float(expected.abs().max())
 
 
-@pytest.mark.parametrize("operation", ["read", "write", "skip", "call"])
+@pytest.mark.parametrize("operation", ["read", "cache", "write", "skip", "call"])
 def test_every_location_is_what_transformers_has(pair: tuple[str, Any, Any], operation: str) -> None:
     kind, model, _ = pair
-    expected = harness.expected(kind, (operation,))
+    chosen = ("read", "cache") if operation == "cache" else (operation,)
+    expected = harness.expected(kind, chosen, edited=r"\d+")
     findings = harness.by_transformers(expected, harness.play(model, expected))
     Report(2, findings).check(functools.partial(harness.may_be_refused, kind))
     # Most of it is served, on both stages.
@@ -122,3 +123,23 @@ def test_a_shape_that_does_not_fit_is_refused_on_every_stage(pair: tuple[str, An
         with model.trace(IDS):
             logits = model.lm_head.output.save()
         assert logits.shape[:2] == (1, len(IDS))
+
+
+def test_parameters_of_both_stages(pair: tuple[str, Any, Any]) -> None:
+    _, model, reference = pair
+    found: dict[str, Any] = {}
+    with model.trace(IDS):
+        found.save()
+        for layer in range(2):
+            found[f"norm {layer}"] = model.model.layers[layer].input_layernorm.weight
+            found[f"bias {layer}"] = model.model.layers[layer].self_attn.o_proj.bias
+        found["stream"] = model.model.layers[1].output
+        found["table"] = model.model.embed_tokens.weight
+    for layer in range(2):
+        assert torch.equal(found[f"norm {layer}"], reference.model.layers[layer].input_layernorm.weight)
+        assert found[f"bias {layer}"] is None
+    assert torch.equal(found["table"], reference.model.embed_tokens.weight)
+    with pytest.raises(interleave.UnknownLayout, match=r"packed|plain"), model.trace(IDS):
+        model.model.layers[0].self_attn.o_proj.weight  # on a CPU the engine packs the weights of linears
+    with pytest.raises(interleave.UnknownLayout, match=r"packed|plain"), model.trace(IDS):
+        model.model.layers[1].self_attn.o_proj.weight
