@@ -23,7 +23,7 @@ OPERATIONS = harness.OPERATIONS
 def findings(kind: str, **options: int) -> list[Finding]:
     """The verdict on every name, on an engine of several ranks. Raises SystemExit if anything is wrong."""
     expected = harness.expected(kind)
-    with traced(kind, **options) as model:
+    with traced(harness.source_of(kind), **options) as model:
         found = harness.by_transformers(expected, harness.play(model, expected))
     wrong = [str(finding) for finding in found if finding.verdict == "wrong"]
     if wrong:
@@ -33,7 +33,7 @@ def findings(kind: str, **options: int) -> list[Finding]:
 
 def summary(rows: dict[str, list[Finding]]) -> Iterator[str]:
     """A line a model: right / refused, by operation."""
-    yield "| model | " + " | ".join(OPERATIONS) + " |"
+    yield "| model | " + " | ".join(f"{operation}: right / refused" for operation in OPERATIONS) + " |"
     yield "|---|" + "---|" * len(OPERATIONS)
     for name, found in rows.items():
         counts = Counter((finding.operation, finding.verdict) for finding in found)
@@ -64,7 +64,7 @@ def locations(found: list[Finding]) -> Iterator[str]:
 
 def write(rows: dict[str, list[Finding]]) -> None:
     """Put the tables between the page's marks."""
-    lines = ["", "Names that are right / refused, by operation:", "", *summary(rows)]
+    lines = ["", "Names by operation; of layers that are alike, one is edited:", "", *summary(rows)]
     for kind in DETAILED:
         lines += ["", f"The locations of `{kind}`, on two ranks:", "", *locations(rows[f"{kind}, tp=2"])]
     text = PAGE.read_text()
@@ -76,6 +76,8 @@ def write(rows: dict[str, list[Finding]]) -> None:
 def main() -> None:
     processes.start()
     rows = {f"{kind}, tp=2": findings(kind, tp=2) for kind in KINDS}
+    rows["qwen3-moe, tp=3"] = findings("qwen3-moe", tp=3)
+    rows |= {f"smollm2, tp={tp}": findings("smollm2", tp=tp) for tp in (1, 3)}
     rows["llama, pp=2"] = findings("llama", pp=2)
     rows["llama-tied, tp=2, pp=2"] = findings("llama-tied", tp=2, pp=2)
     write(rows)

@@ -15,7 +15,6 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from interleave import nnsight_port as port
 from interleave.errors import InterleaveError, UnknownLayout
-from runtimes.transformers.smollm2 import smollm2
 from tests import operations
 from tests.harness import Finding, Report, difference
 from tests.operations import Log
@@ -79,9 +78,9 @@ def test_three_ranks_have_what_transformers_has() -> None:
 def test_a_real_model_has_what_transformers_has(degree: int) -> None:
     """SmolLM2: all 30 layers read and cached, one written, skipped and called."""
     known = harness.expected("smollm2")
-    with traced(smollm2(), degree, kv_cache_memory_bytes=64 << 20) as model:
+    with traced(harness.source_of("smollm2"), degree) as model:
         found = harness.play(model, known)
-    check("smollm2", degree, harness.by_transformers(known, found, harness.DEEP))
+    check("smollm2", degree, harness.by_transformers(known, found))
 
 
 # vLLM's own
