@@ -41,8 +41,8 @@ KERNELS_OF = {"smollm2": 5e-4}
 #: Of the pages that an engine does not show, one leaf in each value is asked for.
 OF_A_CACHE = re.compile(r"\['past_key_values'\]\.layers\[(\d+\]\.values|[1-9]\d*\]\.keys)")
 
-#: Prompts of other requests.
-OTHERS = ([9, 4, 11], [2, 8, 5, 7, 3, 10, 9, 6, 4])
+#: How many requests, each with an edit of its own, are in one step.
+AT_ONCE = 12
 
 NOT_CACHED = "no such module in the cache"
 
@@ -171,27 +171,43 @@ def watched_less(model: Any, plan: Plan) -> torch.Tensor:
     return logits
 
 
-def among_others(model: Any, inputs: dict[str, Any], block: Callable[[Any], None]) -> None:
-    """`operations.play` with requests before and behind the block's in every step, which edit everything of theirs."""
-    with model.trace() as tracer:
-        for neighbours in OTHERS[:1], None, OTHERS[1:]:
-            if neighbours is None:
-                with tracer.invoke(inputs["input_ids"]):
-                    block(tracer)
-            else:
-                with tracer.invoke(*neighbours):
-                    model.model.layers[0].self_attn.o_proj.input[:] *= 2
-                    model.model.layers[0].mlp.output = 3 * model.model.layers[0].mlp.output
-                    model.model.layers[1].output[:] += 5
+def edits(log: Log, model: Any, plan: Plan, changes: list[tuple[str, Callable[[], None]]]) -> None:
+    """Note under each name the logits of a request whose block makes that change: many requests in a step."""
+    for start in range(0, len(changes), AT_ONCE):
+        noted: Log = {}  # it travels with every block, and what is known already need not
+        with model.trace() as tracer:
+            for name, change in changes[start : start + AT_ONCE]:
+                with tracer.invoke(plan.inputs["input_ids"]):
+                    with operations.ended(noted, [name]):
+                        change()
+                        noted[name] = kept(tracer.result.logits)
+        log.update(noted)
+
+
+def edited(operation: str, model: Any, plan: Plan) -> Log:
+    """An operation whose every name is an edit of its own."""
+    changes: list[tuple[str, Callable[[], None]]] = []
+
+    def note(log: Log, name: str, model: Any, plan: Plan, change: Callable[[], None]) -> None:
+        changes.append((name, change))
+
+    with mock.patch.object(operations, "edit", note):
+        log = harness.OPERATIONS[operation](model, plan)
+    edits(log, model, plan, changes)
+    return log
+
+
+PLAYED: dict[str, Callable[[Any, Plan], Log]] = {
+    **harness.OPERATIONS,
+    "cache": cache,
+    **{name: functools.partial(edited, name) for name in ("write", "skip")},
+}
 
 
 def play(model: Any, expected: dict[str, Any]) -> dict[str, Log]:
     """The same operations on an engine."""
     with mock.patch.object(operations, "logits_of", watched_less):
-        return {
-            name: (cache if name == "cache" else harness.OPERATIONS[name])(model, expected["plans"][name])
-            for name, _ in expected["logs"]
-        }
+        return {name: PLAYED[name](model, expected["plans"][name]) for name, _ in expected["logs"]}
 
 
 def judged(

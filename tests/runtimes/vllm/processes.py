@@ -1,4 +1,4 @@
-"""Processes that have vLLM imported when they start: they are forked from a server that has; and what processes leave.
+"""Processes that have vLLM imported when they start: they are forked from a server that has.
 
 A rank that is spawned spends fifteen seconds on imports, and a fork of the pytest process would inherit whatever the
 tests left in it: process groups, threads, warnings that are errors. The server - `multiprocessing`'s own, one for the
@@ -14,8 +14,6 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-from runtimes.vllm.arenas import SHARED_MEMORY
 
 PRELOADED = [
     "vllm.entrypoints.llm",
@@ -74,8 +72,3 @@ def running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def leftovers() -> set[str]:
-    """What clients of engines have in shared memory."""
-    return {path.name for path in Path(SHARED_MEMORY).glob("interleave-*")}

@@ -61,15 +61,6 @@ def test_two_ranks_have_what_transformers_and_one_rank_have(kind: str) -> None:
     check(kind, 2, harness.by_one_rank(expected, alone, found))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3-moe"])
-def test_an_edit_is_its_own_requests_among_others_in_the_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operations, "play", harness.among_others)
-    known = harness.expected(kind, ("write", "skip"), edited="1")
-    with traced(kind, 2) as model:
-        found = harness.play(model, known)
-    check(kind, 2, harness.by_transformers(known, found))
-
-
 def test_three_ranks_have_what_transformers_has() -> None:
     check("qwen3-moe", 3, harness.by_transformers(harness.expected("qwen3-moe"), on("qwen3-moe", 3)))
 

@@ -17,7 +17,7 @@ from jupyter_client.manager import KernelManager
 
 import interleave
 from tests.runtimes.vllm.checkpoints import tiny
-from tests.runtimes.vllm.processes import below, leftovers, running
+from tests.runtimes.vllm.processes import below, running
 
 pytestmark = pytest.mark.vllm
 
@@ -95,7 +95,6 @@ def test_cells_load_and_trace_and_nothing_outlives_a_kernel_that_is_killed() -> 
     with judge["model"].trace([[5, 17, 3]]):
         judge["model"].model.layers[0].mlp.output = judge["louder"](judge["model"].model.layers[0].mlp.output)
         expected = judge["model"].model.layers[1].output.detach().save()
-    before = leftovers()
     with kernel(Path(interleave.__file__).parents[1]) as started:
         assert started.run(LOAD.format(path=path))[1] == ""
         printed, raised = started.run(BLOCK.format(flat=".flatten().tolist()"))
@@ -106,6 +105,8 @@ def test_cells_load_and_trace_and_nothing_outlives_a_kernel_that_is_killed() -> 
         assert "ZeroDivisionError" in raised and "1 // 0" in raised
         # The engine and its names live on in the next cell.
         assert started.run(BLOCK.format(flat=".shape"))[0] == "torch.Size([1, 3, 96])\n"
+        arenas = Path(started.run("print(model.arenas.path)")[0].strip())
+        assert arenas.is_dir()
         ranks = below(started.pid)
         assert len(ranks) >= 2
         os.kill(started.pid, signal.SIGKILL)
@@ -113,4 +114,4 @@ def test_cells_load_and_trace_and_nothing_outlives_a_kernel_that_is_killed() -> 
         while alive := [pid for pid in ranks if running(pid)]:
             assert time.monotonic() < end, f"{alive} are left"
             time.sleep(0.1)
-    assert leftovers() <= before
+    assert not arenas.exists()
