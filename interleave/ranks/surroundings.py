@@ -28,12 +28,11 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
-        awake = torch.cuda.is_available() and torch.cuda.is_initialized()
         return cls(
             torch.get_rng_state().numpy().tobytes(),
             random.getstate(),
             np.random.get_state(),
-            torch.cuda.get_rng_state().numpy().tobytes() if awake else None,
+            torch.cuda.get_rng_state().numpy().tobytes() if cuda_is_awake() else None,
         )
 
     def set(self) -> None:
@@ -41,8 +40,12 @@ class RandomState:
         torch.set_rng_state(_state(self.torch))
         random.setstate(self.python)
         np.random.set_state(self.numpy)
-        if self.cuda is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        if self.cuda is not None and cuda_is_awake():
             torch.cuda.set_rng_state(_state(self.cuda))
+
+
+def cuda_is_awake() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def _state(data: bytes) -> torch.Tensor:

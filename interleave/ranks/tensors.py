@@ -205,12 +205,12 @@ class Outgoing:
         """The uint8 tensor over the bytes that `members` cover, and how each of them lies in it."""
         tensors = [self.tensors[place].detach() for place in members]
         tensors = [t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t for t in tensors]
-        if len(tensors) == 1 and _span(tensors[0]) > tensors[0].numel() * tensors[0].itemsize:
+        if len(tensors) == 1 and span(tensors[0]) > tensors[0].numel() * tensors[0].itemsize:
             # A sparse view of memory that nothing else in the message looks at: its elements are enough.
             tensors = [tensors[0].contiguous()]
         starts = [int(tensor.storage_offset()) * tensor.itemsize for tensor in tensors]
         low = min(starts) // ALIGNMENT * ALIGNMENT
-        high = max(start + _span(tensor) for start, tensor in zip(starts, tensors, strict=True))
+        high = max(start + span(tensor) for start, tensor in zip(starts, tensors, strict=True))
         covered = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
         covered.set_(tensors[0].untyped_storage(), low, (high - low,), (1,))
         placed = {}
@@ -231,7 +231,7 @@ class Outgoing:
         return covered, placed
 
 
-def _span(tensor: torch.Tensor) -> int:
+def span(tensor: torch.Tensor) -> int:
     """How many bytes lie from the first element of `tensor` to its last."""
     if tensor.numel() == 0:
         return 0
@@ -406,7 +406,7 @@ def overwrite(target: torch.Tensor, source: torch.Tensor) -> None:
     with torch.no_grad():
         if target.size() != source.size() or target.dtype != source.dtype:
             target.data = source.to(target.device)
-        elif _span(target) < target.numel() * target.itemsize:
+        elif span(target) < target.numel() * target.itemsize:
             # An expanded tensor: several elements are one place in memory, which `copy_` refuses.
             once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
             target[once].copy_(source[once])

@@ -6,7 +6,7 @@ The client checks what was said, at its line; the workers, where the values are,
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from interleave import nnsight_port as port
@@ -14,7 +14,7 @@ from interleave.errors import InterleaveError, Unserved
 from interleave.fragments import Missing, Placed, Tree
 from interleave.layout import Layout, Whole
 
-from .fragments import COPY
+from .fragments import COPY, nodes
 from .names import Absent
 
 if TYPE_CHECKING:
@@ -95,18 +95,6 @@ def declare(interleaver: EngineInterleaver, said: Declared) -> None:
 def names(envoy: port.Envoy) -> tuple[str, str]:
     """With the root's own name, and without."""
     return envoy.path, envoy.path.partition(".")[2]
-
-
-def nodes(tree: Tree) -> Iterator[Any]:
-    """The nodes of a layout tree."""
-    if isinstance(tree, tuple):
-        for branch in tree:
-            yield from nodes(branch)
-    elif isinstance(tree, dict):
-        for branch in tree.values():
-            yield from nodes(branch)
-    else:
-        yield tree
 
 
 __all__ = ["Declared", "declare", "understood"]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from interleave import nnsight_port as port
-from interleave.ranks.surroundings import RandomState
+from interleave.ranks.surroundings import RandomState, cuda_is_awake
 
 
 class Generators(NamedTuple):
@@ -52,10 +52,6 @@ class Drawn(NamedTuple):
 
     state: RandomState | None
     moved: bool
-
-
-def cuda_is_awake() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def digest(state: RandomState, *more: Any) -> bytes:

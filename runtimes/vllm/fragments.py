@@ -8,6 +8,7 @@ write their results into the storage of their arguments, and what a block saved 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -56,7 +57,7 @@ class EngineFragments(Fragments):
         return COPY
 
     def exchanges(self, location: str) -> bool:
-        return any(node.layout.exchanges for node in placed(self.layout(location)))
+        return any(isinstance(node, Placed) and node.layout.exchanges for node in nodes(self.layout(location)))
 
     def hand_on(self, location: str, whole: torch.Tensor, piece: torch.Tensor, placed: Placed) -> torch.Tensor:
         """`piece`: the engine writes over it, so what a block writes into `whole` afterwards has nowhere to go."""
@@ -101,12 +102,10 @@ def node(layout: Layout | None, axis: str = "tp") -> Placed:
     return COPY if layout is None else Placed(layout, axis)
 
 
-def placed(tree: Tree) -> list[Placed]:
-    """All placed nodes of a tree."""
-    if isinstance(tree, Placed):
-        return [tree]
-    if isinstance(tree, tuple):
-        return [found for branch in tree for found in placed(branch)]
-    if isinstance(tree, dict):
-        return [found for branch in tree.values() for found in placed(branch)]
-    return []
+def nodes(tree: Tree) -> Iterator[Placed | Refused | None]:
+    """All nodes of a tree."""
+    if isinstance(tree, Placed | Refused) or tree is None:
+        yield tree
+    else:
+        for branch in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from nodes(branch)

@@ -19,6 +19,7 @@ import torch
 from interleave import nnsight_port as port
 from interleave.errors import InterleaveError
 from interleave.ranks.packing import Change, Sent, apply, apply_tensors
+from interleave.ranks.tensors import span
 
 #: Objects that are looked through for the name of one.
 LOOKED_THROUGH = 10_000
@@ -174,8 +175,7 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """From which byte of its memory to which it lies."""
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.itemsize
+    return tensor.data_ptr(), tensor.data_ptr() + span(tensor)
 
 
 def told(conflicts: list[Conflict], variables: dict[str, Any]) -> InterleaveError:

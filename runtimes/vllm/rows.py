@@ -16,7 +16,7 @@ import torch
 
 from interleave import nnsight_port as port
 from interleave.errors import InterleaveError, ShapeChanged
-from interleave.fragments import Lacking, with_items
+from interleave.fragments import Lacking, holds, with_items
 
 
 class Span(NamedTuple):
@@ -119,7 +119,7 @@ def fitted(location: str, expected: Any, replacement: Any) -> Any:
             raise InterleaveError(f"`{location}` takes values of {expected.dtype}, and got {replacement.dtype}")
         return replacement
     if isinstance(expected, dict):
-        needed = {key for key, value in expected.items() if holds_tensor(value)}
+        needed = {key for key, value in expected.items() if holds(value, (torch.Tensor,))}
         if not isinstance(replacement, Mapping) or any(key not in replacement for key in needed):
             raise InterleaveError(f"`{location}` takes {describe(expected)}, and got {describe(replacement)}")
         items = {**expected, **replacement}
@@ -130,12 +130,6 @@ def fitted(location: str, expected: Any, replacement: Any) -> Any:
         new = [fitted(location, *pair) for pair in zip(expected, replacement, strict=True)]
         return type(expected)(*new) if hasattr(expected, "_fields") else type(expected)(new)
     return replacement
-
-
-def holds_tensor(value: Any) -> bool:
-    found: list[torch.Tensor] = []
-    port.apply(value, found.append, torch.Tensor)
-    return bool(found)
 
 
 def describe(value: Any) -> str:

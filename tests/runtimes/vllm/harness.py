@@ -135,8 +135,8 @@ def expected(kind: str, chosen: tuple[str, ...] = OPERATIONS, edited: str | None
     for (name, _), log in known["logs"].items():
         for visit in known["plans"][name].visits:
             visit.spots[:] = [spot for spot in visit.spots if not OF_A_CACHE.search(spot.name)]
-        for name in [name for name in log if OF_A_CACHE.search(name)]:
-            del log[name]
+        for spot in [spot for spot in log if OF_A_CACHE.search(spot)]:
+            del log[spot]
     if "cache" in chosen:
         reads = known["logs"]["read", False]
         known["plans"]["cache"] = known["plans"]["read"]
