@@ -45,7 +45,7 @@ class RandomState:
 
 
 def cuda_is_awake() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.cuda.is_initialized()
 
 
 def _state(data: bytes) -> torch.Tensor:

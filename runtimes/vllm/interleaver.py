@@ -189,7 +189,7 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
             if mediator.alive and mediator.exception is None and touched(mediator, location):
                 if self.stages is not None:
                     self.stages.note(mediator, "raised", location, Raised.of(error))
-                mediator.pending, mediator.exception = None, error
+                self.end(mediator, error)
         self._reindex_parked()
 
     def observe(self, visit: Visit, observers: list) -> None:
@@ -232,9 +232,10 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         return VLLMS_OWN if view is None else view.uncallable
 
     def throw(self, mediator: port.Mediator, error: Exception) -> Any:
-        if self.stages is not None:
-            assert mediator.pending is not None and mediator.pending.provider is not None
-            self.stages.note(mediator, "raised", mediator.pending.provider, Raised.of(error))
+        request = mediator.pending
+        # Other stages refuse by themselves what can be known without the model's values.
+        if self.stages is not None and request is not None and self.refusal(request) is None:
+            self.stages.note(mediator, "raised", request.provider or "", Raised.of(error))
         return super().throw(mediator, error)
 
     def resume(self, mediator: port.Mediator, answer: Any) -> None:
@@ -242,11 +243,19 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         try:
             mediator.pending = mediator.switch(answer)
         except Exception as error:
-            mediator.pending, mediator.exception = None, error
+            self.end(mediator, error)
         else:
             self.refuse(mediator)
 
+    def end(self, mediator: port.Mediator, error: BaseException) -> None:
+        """Make `error` the end of a block, wherever it is."""
+        mediator.pending = None
+        mediator.exception = error  # type: ignore[assignment]
+
     def answer(self, request: port.Pending, mediator: port.Mediator, visit: Visit) -> Any:
+        refusal = self.refusal(request)
+        if refusal is not None:
+            raise refusal
         span = mediator.batch_group
         mediator.last = visit.location  # type: ignore[attr-defined]
         if request.event is port.Event.VALUE or not isinstance(span, Span):
@@ -286,16 +295,14 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
 
     def refuse(self, mediator: port.Mediator) -> None:
         """Raise at once, in a block that waits for what will never come; the model need not get there first."""
-        while (request := mediator.pending) is not None and request.provider is not None:
-            refusal = self.refusal(request)
-            if refusal is None:
-                return
+        while (request := mediator.pending) is not None and (refusal := self.refusal(request)) is not None:
             self.fail(mediator, refusal, shared=False)
 
     def refusal(self, request: port.Pending) -> InterleaveError | None:
         """Why a request cannot be granted, whatever the model computes."""
         location = request.provider
-        assert location is not None
+        if location is None:  # a barrier
+            return None
         if request.event is port.Event.SKIP:
             path = location.removesuffix(".skip")
             reason = self.unskippable(path)
@@ -313,17 +320,23 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         return VLLMS_OWN if view is None else view.unskippable
 
     def fail(self, mediator: port.Mediator, error: BaseException, *, shared: bool = True) -> None:
-        """Raise `error` in a block, at the line where it waits; if it does not catch it, its request ends.
+        """Raise `error` in a block, at the line where it waits; if it does not catch it, or is over, its request ends.
 
         Args:
             shared: Whether the other stages of a pipeline have to be told; they find out themselves what can be known
                 without the model's values.
         """
+        if mediator.exception is not None:
+            return
+        if mediator.pending is None:
+            if shared and self.stages is not None:
+                self.stages.note(mediator, "raised", "", Raised.of(error))
+            self.end(mediator, error)
+            return
         try:
             mediator.pending = self.throw(mediator, error) if shared else throw(mediator, error)
         except Exception as raised:
-            mediator.pending = None
-            mediator.exception = raised
+            self.end(mediator, raised)
 
     def spans(self) -> list[tuple[port.Mediator, Span]]:
         """The running blocks, and which rows of this step are theirs."""

@@ -74,7 +74,7 @@ class RowBatcher(port.Batcher):
                 return tensor if tensor.dim() == 0 else Lacking.at("a tensor of this value", NO_ROWS)
             return tensor.narrow(dim, group.start, group.size)
 
-        return port.apply(value, own, torch.Tensor)
+        return own(value) if type(value) is torch.Tensor else port.apply(value, own, torch.Tensor)
 
     def _widen_tensor(self, full: torch.Tensor, group: Any, edited: torch.Tensor) -> torch.Tensor:
         """`full`, with the request's rows replaced by `edited`."""

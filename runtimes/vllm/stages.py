@@ -279,6 +279,10 @@ class Stages:
                 continue
             pending = mediator.pending
             if pending is None or pending.provider != entry.location:
+                if entry.kind == "raised":
+                    # It was found when the block had gone on.
+                    interleaver.end(mediator, entry.value.rebuild())
+                    continue
                 waits = "nothing" if pending is None else f"`{pending.provider}`"
                 interleaver.fail(
                     mediator,

@@ -125,6 +125,44 @@ def test_a_shape_that_does_not_fit_is_refused_on_every_stage(pair: tuple[str, An
         assert logits.shape[:2] == (1, len(IDS))
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_what_is_found_when_the_block_has_gone_on_is_its_own_requests_error(
+    pair: tuple[str, Any, Any], goes_on: bool
+) -> None:
+    _, model, _ = pair
+    with pytest.raises(interleave.InterleaveError, match="none of the model's"), model.trace() as tracer:
+        with tracer.invoke(IDS):
+            other = model.model.layers[1].output.save()
+        with tracer.invoke(IDS[:4]):
+            model.model.embed_tokens.input.fill_(10**6)
+            if goes_on:
+                model.model.layers[1].output.save()
+    with model.trace(IDS):
+        expected = model.model.layers[1].output.save()
+    assert close(other, expected)
+
+
+@pytest.mark.parametrize("pair", [("qwen3-moe", 1)], indirect=True, ids=["qwen3-moe"])
+def test_a_router_can_be_looked_at_and_a_block_may_catch_that_it_cannot_be_changed(pair: tuple[str, Any, Any]) -> None:
+    _, model, _ = pair
+    for layer in range(2):
+        with model.trace(IDS):
+            gate = model.model.layers[layer].mlp.gate
+            logits, weights, indices = gate.output
+            try:
+                gate.output = (logits * 2, weights, indices)
+                caught = False
+            except interleave.UnknownLayout:
+                caught = True
+            found = model.lm_head.output.save()
+            flag = nnsight.save(caught)
+        with pytest.raises(interleave.UnknownLayout, match="can be read and not changed"), model.trace(IDS):
+            model.model.layers[layer].mlp.gate.output[0].mul_(2)
+        with model.trace(IDS):
+            expected = model.lm_head.output.save()
+        assert flag and torch.equal(found, expected)
+
+
 def test_parameters_of_both_stages(pair: tuple[str, Any, Any]) -> None:
     _, model, reference = pair
     found: dict[str, Any] = {}
