@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.beside import Script
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -26,8 +28,13 @@ def script(page: Path) -> str:
 
 
 RUNNABLE = [page for page in PAGES if script(page).strip()]
+# Under a name of its own: a bare `transformers.py` would stand in for the library.
+SCRIPTS = {page: Script(Path(f"page_{page.stem}.py"), text=script(page)) for page in RUNNABLE}
 #: The vLLM runtime's page needs vLLM.
-MARKED = [pytest.param(page, marks=pytest.mark.vllm) if page.stem == "vllm" else page for page in RUNNABLE]
+MARKED = [
+    pytest.param(page, marks=[SCRIPTS[page].looked_at, *([pytest.mark.vllm] if page.stem == "vllm" else [])])
+    for page in RUNNABLE
+]
 
 
 def test_the_pages_that_show_code_are_found():
@@ -35,12 +42,8 @@ def test_the_pages_that_show_code_are_found():
 
 
 @pytest.mark.parametrize("page", MARKED, ids=lambda page: page.stem)
-def test_the_python_of_a_page_runs(page: Path, tmp_path: Path):
-    path = tmp_path / f"page_{page.stem}.py"  # a bare `transformers.py` would stand in for the library
-    path.write_text(script(page))
-    result = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=400, cwd=tmp_path, check=False
-    )
+def test_the_python_of_a_page_runs(page: Path):
+    result = SCRIPTS[page].ended()
     assert result.returncode == 0, f"{page.relative_to(ROOT)}:\n{result.stdout}\n{result.stderr}"
 
 

@@ -11,7 +11,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.beside import Script
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "logit_lens.py"
+DEMO = Script(EXAMPLE)
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +37,16 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_demo_prints_the_lens_draws_it_and_agrees_with_one_process(tmp_path: Path):
-    result = run(cwd=tmp_path)
+@DEMO.looked_at
+def test_the_demo_prints_the_lens_draws_it_and_agrees_with_one_process():
+    result = DEMO.ended()
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [line.split("│")[1:] for line in result.stdout.splitlines() if line.count("│") == 7]
     assert [int(row[0]) for row in rows] == list(range(30))
     assert rows[-1][1].split() == ["Paris", "77%"]
     assert "head 23.4" in result.stdout
     assert result.stdout.splitlines()[-1].endswith("equal")
-    assert (tmp_path / "out" / "logit-lens.png").read_bytes().startswith(b"\x89PNG")
+    assert (DEMO.folder / "out" / "logit-lens.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_path_that_is_no_model_ends_in_an_error(tmp_path: Path):

@@ -12,9 +12,12 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.beside import Script
+
 pytestmark = pytest.mark.vllm
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "two_runtimes.py"
+DEMO = Script(EXAMPLE, OMP_NUM_THREADS="1")
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +35,9 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=cwd, check=False, env=environment)
 
 
-def test_one_block_gives_the_same_values_on_transformers_and_vllm(tmp_path: Path):
-    result = run(cwd=tmp_path)
+@DEMO.looked_at
+def test_one_block_gives_the_same_values_on_transformers_and_vllm():
+    result = DEMO.ended()
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [line.split("│")[1:-1] for line in result.stdout.splitlines() if line.count("│") == 5]
     compared = {row[0].strip(): [float(cell) for cell in row[2:]] for row in rows if " x " in row[1]}

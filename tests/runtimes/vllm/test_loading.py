@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 
 import interleave
 from interleave.errors import InterleaveError, Unshardable
+from tests.beside import Script
 from tests.runtimes.vllm.checkpoints import tiny
 from tests.runtimes.vllm.engines import OPTIONS, surroundings, traced
 
@@ -108,15 +106,15 @@ print("arenas", model.arenas.path, flush=True)
 """
 
 
-def test_a_script_needs_no_guard_and_ends_with_all_that_it_started(tmp_path: Path) -> None:
+GUARDLESS = Script(
+    Path("guardless.py"), str(tiny("llama")), text=SCRIPT, VLLM_LOGGING_LEVEL="ERROR", OMP_NUM_THREADS="1"
+)
+
+
+@GUARDLESS.looked_at
+def test_a_script_needs_no_guard_and_ends_with_all_that_it_started() -> None:
     """As users write it: no `if __name__ == "__main__"`, although vLLM spawns its ranks, and no `close`."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, str(script), str(tiny("llama"))]
-    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-    root = Path(interleave.__file__).parents[1]
-    # Whoever is left holds the pipe open, and this would wait for it.
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, cwd=root, check=False)
+    ended = GUARDLESS.ended()
     assert ended.returncode == 0, ended.stderr
     told = dict(line.split(" ", 1) for line in ended.stdout.splitlines() if line.startswith(("shape", "arenas")))
     assert told["shape"] == "(1, 3, 96)"
