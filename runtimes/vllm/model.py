@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import weakref
 from collections.abc import Iterable
+from types import CodeType
 from typing import Any
 
 import cloudpickle
@@ -50,7 +52,11 @@ SIDES = ("input", "inputs", "output", "skip", "source")
 
 
 class EngineTracer(Tracer, vllm_port.VLLMTracer):
-    """nnsight's tracer for engines, with our caches and our errors."""
+    """nnsight's tracer for engines, with our caches and our errors. Traces of several threads run one after another."""
+
+    def execute(self, code: CodeType) -> None:
+        with self.envoy.turn:
+            super().execute(code)
 
 
 class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -60,6 +66,8 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
 
     def __init__(self, request: LoadRequest, options: dict[str, Any], arenas: Arenas) -> None:
         self.__dict__["arenas"] = arenas
+        #: Whose trace runs; a block's sessions and traces are its thread's own.
+        self.__dict__["turn"] = threading.RLock()
         weakref.finalize(self, arenas.end)
         fragments = EngineFragments()
         fragments.enabled = False
@@ -244,7 +252,8 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         options = {"max_tokens": 16, "every_position": False, **sampling(options)}
         tracer = self.trace(*inputs, **options)
         try:
-            tracer.capture()  # here, because it looks for the block where its caller's caller is
+            with self.turn:  # Python's parser is not for two threads at once
+                tracer.capture()  # here, because it looks for the block where its caller's caller is
         except port.WithBlockNotFoundError:
             pass
         else:
@@ -255,7 +264,8 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         if self._installed_edits:
             prompts = [apart(prompt) for prompt in prompts]
             options["skip_reading_prefix_cache"] = True
-        return self._generate(prompts, **options)
+        with self.turn:
+            return self._generate(prompts, **options)
 
     def edit(self, *, name: str | None = None, inplace: bool = True, backend: Any = None) -> EditTracer:  # type: ignore[override]
         """Install a block on the engine, for every request from now on, also those of vLLM's own clients.

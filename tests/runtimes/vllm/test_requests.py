@@ -9,6 +9,7 @@ import random
 import re
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -685,3 +686,13 @@ def test_a_prompt_that_is_computed_in_parts_is_its_own_requests_error() -> None:
         assert engine._ask("nnsight_request_count") == [0]
     with traced("llama", **chunked | {"max_num_batched_tokens": 64}) as engine:
         assert stream(engine, long).shape == (1, 60, 96)
+
+
+def test_traces_of_several_threads_run_one_after_another(engine: Any) -> None:
+    expected = [stream(engine, prompt) for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        for _ in range(3):
+            found = list(threads.map(lambda prompt: stream(engine, prompt), PROMPTS))
+            assert all(map(torch.equal, found, expected))
+            generated = list(threads.map(lambda prompt: engine.generate(prompt, max_tokens=3), PROMPTS))
+            assert [len(output[0].outputs[0].token_ids) for output in generated] == [3] * len(PROMPTS)
