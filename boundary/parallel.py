@@ -10,15 +10,21 @@ Every rank builds every group, in one order, because making a process group is i
 
 from __future__ import annotations
 
+import platform
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from datetime import timedelta
+from itertools import combinations, count
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from .collectives import GlooGroup, Group, Messages, NcclGroup, ThreadGroup
+from .collectives import GlooGroup, Group, Messages, NcclGroup, SharedGroup, ThreadGroup
+from .compiled import COMPILE_SECONDS
 from .layout import ATTN_TP_SCATTER, Coordinates, SumGroup, TokenAxis, Topology
+from .shared_memory import SharedMemory, available
 
 
 class SoloGroup(Group):
@@ -194,19 +200,41 @@ def solo() -> Parallel:
 def from_torch_distributed(topology: Topology, limit: float = 60.0) -> Parallel:
     """The groups of the initialized default process group, whose world size is the topology's.
 
-    Every rank calls this. `limit` bounds in seconds how long any exchange waits for a peer.
+    Every rank calls this. Ranks on CPUs of one machine share memory, where they have a compiler; else groups stand on
+    the backend of the default group. `limit` bounds in seconds how long any exchange waits for a peer.
     """
     world = topology.tp * topology.pipeline
     if dist.get_world_size() != world:
         raise ValueError(f"{topology!r} needs {world} ranks, and there are {dist.get_world_size()}")
     kind = NcclGroup if dist.get_backend() == "nccl" else GlooGroup
     rank = dist.get_rank()
+    store = PrefixStore(f"boundary/{next(_worlds)}", dist.distributed_c10d._get_default_store())
+    places = [""] * world if kind is NcclGroup else _places(store, rank, world, limit)
 
     def make_group(name: str, ranks: tuple[int, ...]) -> Group | None:
+        if places[ranks[0]] and len({places[member] for member in ranks}) == 1:
+            if rank not in ranks:
+                return None
+            own = PrefixStore("-".join(map(str, ranks)), store)
+            return SharedGroup(SharedMemory.connect(own, ranks.index(rank), len(ranks), limit), ranks, limit, name)
         handle = dist.new_group(list(ranks))
         return kind(handle, ranks, limit, name) if isinstance(handle, dist.ProcessGroup) else None
 
     return build(topology, rank, make_group)
+
+
+#: Tells the worlds of one process apart; ranks make them in one order.
+_worlds = count()
+
+
+def _places(store: Store, rank: int, world: int, limit: float) -> list[str]:
+    """For each rank what ranks that can share memory have in common; empty where one cannot at all."""
+    library = available(world)
+    store.set(f"place/{rank}", f"{platform.node()}/{uuid.getnode()}/{library}" if library else "")
+    keys = [f"place/{number}" for number in range(world)]
+    # The first rank that asks for the library compiles it.
+    store.wait(keys, timedelta(seconds=max(limit, COMPILE_SECONDS)))
+    return [store.get(key).decode() for key in keys]
 
 
 class ThreadWorld:

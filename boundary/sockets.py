@@ -19,6 +19,7 @@ import socket
 import struct
 import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -100,15 +101,19 @@ class Sockets:
 
     Attributes:
         rank, size: This rank's index, and how many ranks there are.
+        closed: This rank has ended its connections.
     """
 
     def __init__(self, rank: int, links: Sequence[socket.socket | None]) -> None:
         self.rank = rank
         self.size = len(links)
+        self.closed = False
         self._links = list(links)
         for link in self._links:
             if link is not None:
                 link.setblocking(False)
+        # Not in a `__del__`: in a cycle that is collected, the sockets might go first, with a warning for each.
+        weakref.finalize(self, _close_all, self._links)
         # Starting with the next rank, each on another, spreads the load: no rank is everyone's first peer.
         self._order = [(rank + step) % self.size for step in range(1, self.size)]
 
@@ -200,18 +205,31 @@ class Sockets:
         if seconds <= 0 or not poll.poll(seconds * 1000):
             raise PeerFailed(next(iter({**incoming, **outgoing})), "no answer", timed_out=True)
 
+    def link(self, peer: int) -> socket.socket:
+        """The connection to one peer."""
+        link = self._links[peer]
+        assert link is not None, "a rank has no connection to itself"
+        return link
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The connections by rank; -1 for this rank itself."""
+        return [-1 if link is None else link.fileno() for link in self._links]
+
     def close(self) -> None:
         """End all connections: exchanges that wait, here and at the peers, fail at once. Any thread may call."""
+        self.closed = True
         for link in self._links:
             if link is not None:
                 # Not `close`: a descriptor that another thread waits on must not be given to someone else.
                 with suppress(OSError):
                     link.shutdown(socket.SHUT_RDWR)
 
-    def __del__(self) -> None:
-        for link in self._links:
-            if link is not None:
-                link.close()
+
+def _close_all(links: list[socket.socket | None]) -> None:
+    for link in links:
+        if link is not None:
+            link.close()
 
 
 def _short_directory() -> str | None:

@@ -28,10 +28,10 @@ import platform
 import socket
 import stat
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,10 +45,13 @@ from torch._C._distributed_c10d import (
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from boundary.collectives import GlooGroup, Group, NcclGroup, SocketGroup
+from boundary.collectives import GlooGroup, Group, NcclGroup, SharedGroup, SocketGroup
+from boundary.shared_memory import SharedMemory, available
 from boundary.sockets import Sockets
 
 from .errors import InterleaveError, RankDied
+
+T = TypeVar("T")
 
 #: Seconds to wait for the members of a group that is made for the first time: some load a model for longer.
 PATIENCE = 600.0
@@ -87,8 +90,8 @@ class Groups:
     Args:
         store: Where the members of a new group find each other; the same on all ranks.
         limit: Seconds that any operation on these groups, and the making of one, may take.
-        device_type: What our own groups carry: `"cpu"` (over sockets on one machine, over gloo on several) or
-            `"cuda"` (over nccl).
+        device_type: What our own groups carry: `"cpu"` (through shared memory on one machine, over sockets if there
+            is no compiler, over gloo on several machines) or `"cuda"` (over nccl).
 
     Attributes:
         generation: Names the present groups; equal on all ranks whenever they work.
@@ -120,9 +123,12 @@ class Groups:
             if rank not in members or len(set(members)) != len(members):
                 raise ValueError(f"ranks={members}: a group has distinct ranks, this one ({rank}) among them")
             name = _our_name(members)
-            if self._device_type == "cpu" and self._on_one_machine(name, members):
-                group: Group = SocketGroup(self._socket_transport(members), members, self._limit, name)
-            elif self._device_type == "cpu":
+            kind = self._kind_for(name, members) if self._device_type == "cpu" else NcclGroup
+            if kind is SharedGroup:
+                group: Group = SharedGroup(self._shared_transport(members), members, self._limit, name)
+            elif kind is SocketGroup:
+                group = SocketGroup(self._socket_transport(members), members, self._limit, name)
+            elif kind is GlooGroup:
                 group = GlooGroup(self._gloo_transport(members), members, self._limit, name)
             else:
                 group = NcclGroup(self._nccl_transport(members), members, self._limit, name)
@@ -173,30 +179,43 @@ class Groups:
         for name in sorted(self._adopted):
             self._replace(name)
         for members, group in sorted(self._ours.items()):
-            if isinstance(group, SocketGroup):
+            if isinstance(group, SharedGroup):
+                group.transport = self._shared_transport(members)
+            elif isinstance(group, SocketGroup):
                 group.transport = self._socket_transport(members)
             elif isinstance(group, GlooGroup):
                 group.transport = self._gloo_transport(members)
             elif isinstance(group, NcclGroup):
                 group.transport = _resolve_process_group(group.transport.group_name)
 
-    def _on_one_machine(self, name: str, members: tuple[int, ...]) -> bool:
-        """Whether all members run on this machine. They all find the same."""
+    def _kind_for(self, name: str, members: tuple[int, ...]) -> type[Group]:
+        """The fastest kind of group that these ranks can form. They all find the same."""
         store = PrefixStore(f"machines/{name}", self._store)
         rank = members.index(dist.get_rank())
-        self._assemble("on", store, members, rank, max(self._limit, PATIENCE), f"{platform.node()}/{uuid.getnode()}")
-        return len({store.get(f"on/{number}") for number in range(len(members))}) == 1
+        machine, memory = f"{platform.node()}/{uuid.getnode()}", available(len(members))
+        self._assemble("on", store, members, rank, max(self._limit, PATIENCE), f"{machine} {memory}")
+        said = {store.get(f"on/{number}").decode() for number in range(len(members))}
+        if said == {f"{machine} {memory}"} and memory:
+            return SharedGroup
+        return SocketGroup if {one.rpartition(" ")[0] for one in said} == {machine} else GlooGroup
+
+    def _shared_transport(self, members: tuple[int, ...]) -> SharedMemory:
+        """Memory shared by the ranks of one machine. Waits until all members are here."""
+        return self._local_transport(members, SharedMemory.connect, lambda made: made.sockets)
 
     def _socket_transport(self, members: tuple[int, ...]) -> Sockets:
         """Connections among the ranks of one machine. Waits until all members are here."""
+        return self._local_transport(members, Sockets.connect, lambda made: made)
+
+    def _local_transport(self, members: tuple[int, ...], connect: Callable[..., T], links: Callable[[T], Sockets]) -> T:
         name, rank = _our_name(members), members.index(dist.get_rank())
         store = PrefixStore(f"{self.generation}/{name}", self._store)
         self._assemble("here", store, members, rank, self._patience(name))
-        links = Sockets.connect(store, rank, len(members), self._limit)
-        self._wires[name] = Wire(links=links)
+        made = connect(store, rank, len(members), self._limit)
+        self._wires[name] = Wire(links=links(made))
         # A member that is done may cut at once, while another one is still connecting.
         self._assemble("made", store, members, rank, self._limit)
-        return links
+        return made
 
     def _gloo_transport(self, members: tuple[int, ...]) -> Any:
         """The bare backend: it sends and receives like a process group, without the dispatcher in between."""

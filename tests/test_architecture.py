@@ -16,21 +16,24 @@ NNSIGHT_PORT = "interleave.nnsight_port"
 #: nnsight's vLLM part, which cannot be imported without vLLM.
 VLLM_PORT = "runtimes.vllm.nnsight_port"
 
-# The leaf that both packages stand on: the collectives, and the sockets that carry some of them.
-LEAF = ("boundary.collectives", "boundary.sockets")
+# The leaf that both packages stand on: the collectives, and what carries some of them.
+LEAF = ("boundary.collectives", "boundary.sockets", "boundary.shared_memory", "boundary.compiled")
 
 # What a package, or the more specific of its parts, may not import. A longer name overrides a shorter one.
 FORBIDDEN = {
     "boundary": ("interleave", "runtimes", "nnsight", "transformers"),
     "boundary.collectives": ("interleave", "runtimes", "nnsight", "transformers", "boundary"),
     "boundary.sockets": ("interleave", "runtimes", "nnsight", "transformers", "boundary"),
+    "boundary.shared_memory": ("interleave", "runtimes", "nnsight", "transformers", "boundary"),
+    "boundary.compiled": ("interleave", "runtimes", "nnsight", "transformers", "boundary"),
     "interleave": ("runtimes", "boundary"),
     "runtimes": ("boundary", "nnsight"),
     "runtimes.native": ("nnsight",),
     VLLM_PORT: ("boundary",),
 }
 ALLOWED = {
-    "boundary.collectives": ("boundary.sockets",),
+    "boundary.collectives": ("boundary.sockets", "boundary.shared_memory", "boundary.compiled"),
+    "boundary.shared_memory": ("boundary.sockets", "boundary.compiled"),
     "interleave": LEAF,
     "runtimes": LEAF,
 }

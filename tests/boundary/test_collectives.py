@@ -1,4 +1,4 @@
-"""Exchanges among threads and among gloo processes: what arrives, what is counted, how disagreement ends."""
+"""Exchanges among threads and among processes: what arrives, what is counted, how disagreement ends."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from boundary.collectives import (
     GlooGroup,
     Group,
     NcclGroup,
+    SharedGroup,
     SocketGroup,
     ThreadGroup,
     record,
 )
+from boundary.shared_memory import SharedMemory
 from boundary.sockets import Sockets
 from tests.pool import Pools, World
 from tests.worlds import run_world
@@ -287,10 +289,12 @@ def test_errors_travel_between_processes(error: CollectiveError) -> None:
 # Processes.
 
 
-def new_group(world: World, kind: str, name: str, limit: float = 20.0) -> SocketGroup | GlooGroup:
+def new_group(world: World, kind: str, name: str, limit: float = 20.0) -> SharedGroup | SocketGroup | GlooGroup:
     """A group of ours for the whole world, over a transport that nothing else uses."""
     ranks = range(world.size)
     store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    if kind == "shared":
+        return SharedGroup(SharedMemory.connect(store, world.rank, world.size, 20.0), ranks, limit, name)
     if kind == "sockets":
         return SocketGroup(Sockets.connect(store, world.rank, world.size, 20.0), ranks, limit, name)
     transport: Any = dist.ProcessGroupGloo(store, world.rank, world.size, timedelta(seconds=20))
@@ -302,15 +306,15 @@ def everything_among_processes(world: World, kind: str) -> list[Event]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", ["sockets", "gloo"])
+@pytest.mark.parametrize("kind", ["shared", "sockets", "gloo"])
 def test_every_collective_among_processes(pools: Pools, kind: str, size: int) -> None:
     for rank, events in enumerate(pools(size).run(everything_among_processes, kind)):
         check_events(events, rank, size)
 
 
-def large_messages(world: World) -> None:
+def large_messages(world: World, kind: str) -> None:
     """More than any socket buffers, in both directions at once, while one rank is a step behind."""
-    group = new_group(world, "sockets", "large messages")
+    group = new_group(world, kind, f"large messages {kind}")
     pieces = [torch.arange(3_000_000 + rank) * (rank + 1) for rank in range(world.size)]
     for step in range(3):
         if world.rank == 1:
@@ -319,8 +323,9 @@ def large_messages(world: World) -> None:
         assert all(same(a, b) for a, b in zip(gathered, pieces, strict=True))
 
 
-def test_messages_larger_than_the_sockets_buffers_arrive(pools: Pools) -> None:
-    pools(3).run(large_messages)
+@pytest.mark.parametrize("kind", ["shared", "sockets"])
+def test_messages_larger_than_any_buffer_arrive(pools: Pools, kind: str) -> None:
+    pools(3).run(large_messages, kind)
 
 
 def ordinary_process_group(world: World) -> list[float]:
@@ -355,7 +360,7 @@ def disagree(world: World, kind: str, name: str, calls: list[tuple[str, str, int
     return {"error": error, "seconds": seconds, "again": again.tolist()}
 
 
-@pytest.mark.parametrize("kind", ["sockets", "gloo"])
+@pytest.mark.parametrize("kind", ["shared", "sockets", "gloo"])
 @pytest.mark.parametrize(
     ("name", "calls"),
     [
@@ -372,7 +377,7 @@ def test_processes_that_disagree_meet_an_error_within_the_limit(
     pools: Pools, kind: str, name: str, calls: list[tuple[str, str, int]]
 ) -> None:
     replies = pools(len(calls)).run(disagree, kind, f"{kind} {name}", calls)
-    at_once = kind == "sockets" and name != "one rank only"
+    at_once = kind != "gloo" and name != "one rank only"
     # The rank that waited out its limit closes its connections, and another may meet that first.
     assert any(isinstance(reply["error"], CollectiveTimeout) for reply in replies) is not at_once
     for rank, ((method, key, _), reply) in enumerate(zip(calls, replies, strict=True)):
@@ -389,8 +394,8 @@ def test_processes_that_disagree_meet_an_error_within_the_limit(
             assert reply["seconds"] < 1.4 and f"it is at {calls[error.peer][1]!r} with" in str(error)
 
 
-def close_while_a_peer_waits(world: World, kind: str) -> tuple[str | None, float]:
-    group = new_group(world, "sockets", f"closing {kind}", limit=30.0)
+def close_while_a_peer_waits(world: World, transport: str, kind: str) -> tuple[str | None, float]:
+    group = new_group(world, transport, f"closing {transport} {kind}", limit=30.0)
     group.all_reduce(torch.ones(1))
     start = time.monotonic()
     if kind == "peer closes" and world.rank == 0:
@@ -408,9 +413,10 @@ def close_while_a_peer_waits(world: World, kind: str) -> tuple[str | None, float
     return str(caught.value), time.monotonic() - start
 
 
+@pytest.mark.parametrize("transport", ["shared", "sockets"])
 @pytest.mark.parametrize("kind", ["peer closes", "own thread closes"])
-def test_closing_sockets_frees_whoever_waits(pools: Pools, kind: str) -> None:
-    (_, _), (message, seconds) = pools(2).run(close_while_a_peer_waits, kind)
+def test_closing_a_transport_frees_whoever_waits(pools: Pools, transport: str, kind: str) -> None:
+    (_, _), (message, seconds) = pools(2).run(close_while_a_peer_waits, transport, kind)
     assert message is not None and "closed" in message and seconds < 10
 
 

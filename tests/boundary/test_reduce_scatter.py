@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from boundary.collectives import CollectiveError, GlooGroup, Group, SocketGroup, record, sum_in_rank_order
+from boundary.collectives import CollectiveError, GlooGroup, Group, SharedGroup, SocketGroup, record, sum_in_rank_order
+from boundary.shared_memory import SharedMemory
 from boundary.sockets import Sockets
 from tests.pool import Pools, World
 from tests.worlds import run_world
@@ -53,15 +54,18 @@ def on_transport(world: World, kind: str):
     ranks = range(world.size)
     if kind == "gloo":
         group: Group = GlooGroup(dist.new_group(list(ranks)), ranks, 10.0)
+    elif kind.startswith("shared"):
+        store = dist.FileStore(f"{tempfile.gettempdir()}/{kind}", world.size)
+        group = SharedGroup(SharedMemory.connect(store, world.rank, world.size, 10.0), ranks, 10.0)
     else:
         store = dist.FileStore(f"{tempfile.gettempdir()}/{kind}", world.size)
         group = SocketGroup(Sockets.connect(store, world.rank, world.size, 10.0), ranks, 10.0)
     return exchanges(group)
 
 
-@pytest.mark.parametrize("kind", ["gloo", "sockets"])
+@pytest.mark.parametrize("kind", ["gloo", "sockets", "shared"])
 def test_among_processes(pools: Pools, kind: str, tmp_path):
-    name = kind if kind == "gloo" else f"sockets-{tmp_path.name}-{id(tmp_path)}"
+    name = kind if kind == "gloo" else f"{kind}-{tmp_path.name}-{id(tmp_path)}"
     check(pools(2).run(on_transport, name))
 
 

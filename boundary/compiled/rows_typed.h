@@ -1,0 +1,178 @@
+/* The arithmetic for one dtype; included once for each, with
+     T                how an element is stored
+     A                what sums are accumulated in
+     LOAD(x)          a T as an A
+     STORE(a)         an A, rounded once, as a T
+     VLOAD(p)         WIDE elements from p on as a vector
+     VSTORE(p, v)     the reverse, rounded once
+     V, WIDE          the vector of A, and how many elements it has
+     SQRT(a)          the square root of an A
+     NAME(f)          f's name for this dtype
+
+   Sums over a row run in LANES partial sums, element i in lane i % LANES, which are then added in pairs. So the bits
+   are the same whatever the machine's vectors are, and the error grows with width / LANES instead of width. */
+
+static A NAME(pairwise)(A *lanes) {
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+/* The partial sums of row, or with `squared` those of (row - center)^2. */
+static inline __attribute__((always_inline)) A NAME(reduced)(int squared, const A *row, int64_t width, A center) {
+    V wide[LANES / WIDE];
+    A lanes[LANES];
+    memset(wide, 0, sizeof wide);
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES)
+        for (int j = 0; j < LANES / WIDE; j++) {
+            V value;
+            memcpy(&value, row + i + j * WIDE, sizeof value);
+            wide[j] += squared ? (value - center) * (value - center) : value;
+        }
+    memcpy(lanes, wide, sizeof lanes);
+    for (int j = 0; i + j < width; j++) {
+        A value = row[i + j] - (squared ? center : 0);
+        lanes[j] += squared ? value * value : value;
+    }
+    return NAME(pairwise)(lanes);
+}
+
+static A NAME(sum)(const A *row, int64_t width) { return NAME(reduced)(0, row, width, 0); }
+
+static A NAME(squares)(const A *row, int64_t width, A center) { return NAME(reduced)(1, row, width, center); }
+
+/* One pass over `count` elements: into `row` goes first + second (TWO), first (ONE), or row + second (MORE); into
+   `total`, which may be null or `row` itself, the same rounded; and into the lanes the partial sums of the squares.
+   `count` is a multiple of LANES but in the last pass over a row. */
+static inline __attribute__((always_inline)) void NAME(pass)(int mode, A *row, const T *first, const T *second,
+                                                             T *total, A *lanes, int64_t count) {
+    V wide[LANES / WIDE];
+    memcpy(wide, lanes, sizeof wide);
+    int store = total && (const void *)total != (const void *)row;
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        for (int j = 0; j < LANES / WIDE; j++) {
+            int64_t at = i + j * WIDE;
+            V value;
+            if (mode == MORE)
+                memcpy(&value, row + at, sizeof value);
+            else
+                value = VLOAD(first + at);
+            if (mode != ONE) value += VLOAD(second + at);
+            memcpy(row + at, &value, sizeof value);
+            if (store) VSTORE(total + at, value);
+            wide[j] += value * value;
+        }
+    memcpy(lanes, wide, sizeof wide);
+    for (int j = 0; i + j < count; j++) {
+        A value = mode == MORE ? row[i + j] : LOAD(first[i + j]);
+        if (mode != ONE) value += LOAD(second[i + j]);
+        row[i + j] = value;
+        if (store) total[i + j] = STORE(value);
+        lanes[j] += value * value;
+    }
+}
+
+static void NAME(add)(A *restrict out, const T *restrict in, int64_t count) {
+    for (int64_t i = 0; i < count; i++) out[i] += LOAD(in[i]);
+}
+
+static void NAME(add_two)(A *restrict out, const T *restrict first, const T *restrict second, int64_t count) {
+    for (int64_t i = 0; i < count; i++) out[i] = LOAD(first[i]) + LOAD(second[i]);
+}
+
+static void NAME(store)(T *restrict out, const A *restrict in, int64_t count) {
+    for (int64_t i = 0; i < count; i++) out[i] = STORE(in[i]);
+}
+
+/* row = the sum of all values, in their order, `total` the same rounded. Returns the sum of the squares. */
+static A NAME(sum_values)(A *row, T *total, const T *const *values, int64_t num_values, int64_t width) {
+    A lanes[LANES] = {0};
+    for (int64_t start = 0; start < width; start += BLOCK) {
+        int64_t count = width - start < BLOCK ? width - start : BLOCK;
+        A *here = row + start;
+        T *rounded = total ? total + start : 0;
+        const T *first = values[0] + start, *last = values[num_values - 1] + start;
+        if (num_values == 1)
+            NAME(pass)(ONE, here, first, 0, rounded, lanes, count);
+        else if (num_values == 2)
+            NAME(pass)(TWO, here, first, last, rounded, lanes, count);
+        else {
+            NAME(add_two)(here, first, values[1] + start, count);
+            for (int64_t i = 2; i < num_values - 1; i++) NAME(add)(here, values[i] + start, count);
+            NAME(pass)(MORE, here, 0, last, rounded, lanes, count);
+        }
+    }
+    return NAME(pairwise)(lanes);
+}
+
+static inline __attribute__((always_inline)) void NAME(scaled)(int centered, int has_gain, int has_bias, T *out,
+                                                               const A *row, A center, A factor, const A *gain,
+                                                               const A *bias, int64_t width) {
+    int64_t i = 0;
+    for (; i + WIDE <= width; i += WIDE) {
+        V value, other;
+        memcpy(&value, row + i, sizeof value);
+        if (centered) value -= center;
+        value *= factor;
+        if (has_gain) memcpy(&other, gain + i, sizeof other), value *= other;
+        if (has_bias) memcpy(&other, bias + i, sizeof other), value += other;
+        VSTORE(out + i, value);
+    }
+    for (; i < width; i++) {
+        A value = (centered ? row[i] - center : row[i]) * factor;
+        if (has_gain) value *= gain[i];
+        if (has_bias) value += bias[i];
+        out[i] = STORE(value);
+    }
+}
+
+static void NAME(rows_run)(const rows_t *rows, const norm_t *norm, const A *gain, const A *bias, A *scratch) {
+    int64_t width = rows->width, num_values = rows->num_terms + (rows->residual != 0);
+    const T *values[num_values];
+    for (int64_t r = 0; r < rows->count; r++) {
+        for (int64_t t = 0; t < rows->num_terms; t++)
+            values[t] = (const T *)rows->terms[t] + r * rows->term_strides[t];
+        if (rows->residual) values[num_values - 1] = (const T *)rows->residual + r * rows->residual_stride;
+        T *total = rows->total ? (T *)rows->total + r * width : 0;
+        /* A sum that is not rounded needs no place besides its result. */
+        A *row = total && sizeof(T) == sizeof(A) ? (A *)total : scratch;
+        A squares = NAME(sum_values)(row, total, values, num_values, width), center = 0;
+        if (!rows->normed) continue;
+        if (norm->kind == LAYER_NORM) {
+            center = NAME(sum)(row, width) / (A)width;
+            squares = NAME(squares)(row, width, center);
+        }
+        A factor = 1 / SQRT(squares / (A)width + (A)norm->eps);
+        T *out = (T *)rows->normed + r * width;
+        if (center != 0 || bias)
+            NAME(scaled)(1, gain != 0, bias != 0, out, row, center, factor, gain, bias, width);
+        else if (gain)
+            NAME(scaled)(0, 1, 0, out, row, 0, factor, gain, 0, width);
+        else
+            NAME(scaled)(0, 0, 0, out, row, 0, factor, 0, 0, width);
+    }
+}
+
+static void NAME(vector_sum)(const void *const *terms, int64_t num_terms, T *out, int64_t count) {
+    const T *const *values = (const T *const *)terms;
+    A block[BLOCK];
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        int64_t here = count - start < BLOCK ? count - start : BLOCK;
+        NAME(add_two)(block, values[0] + start, values[1] + start, here);
+        for (int64_t i = 2; i < num_terms; i++) NAME(add)(block, values[i] + start, here);
+        NAME(store)(out + start, block, here);
+    }
+}
+
+#undef T
+#undef A
+#undef LOAD
+#undef STORE
+#undef VLOAD
+#undef VSTORE
+#undef V
+#undef WIDE
+#undef SQRT
+#undef NAME
