@@ -57,6 +57,7 @@ notebooks: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(TEST_ENV) $(BIN)/python -m tests.benchmarks.bracket $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m tests.benchmarks.kernels
 
 bench-vllm: $(VENV)/.vllm
 	$(TEST_ENV) VLLM_LOGGING_LEVEL=ERROR $(BIN)/python -m tests.benchmarks.vllm $(ARGS)

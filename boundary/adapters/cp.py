@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import Group
+from ..kernels.rows import gather_rows
 from ..layout import PaddingMode, RowFacts
 
 
@@ -46,10 +47,11 @@ class TokenDeal:
 
     def shard(self, value: Tensor, rank: int) -> Tensor:
         """The rows of `rank` out of all rows in token order, padded with zeros."""
-        index = torch.tensor(self.tokens[rank], dtype=torch.long, device=value.device)
-        part = value.new_zeros(self.padded[rank], *value.shape[1:])
-        part[: len(index)] = value[index]
-        return part
+        tokens = self.tokens[rank]
+        if tokens and max(tokens) >= value.shape[0]:
+            raise IndexError(f"token {max(tokens)} is dealt to rank {rank}, of {value.shape[0]} rows in token order")
+        padding = [-1] * (self.padded[rank] - len(tokens))
+        return gather_rows(value, torch.tensor([*tokens, *padding], dtype=torch.long, device=value.device))
 
     @cached_property
     def _order(self) -> list[int]:

@@ -1,7 +1,8 @@
 """The built-in fusion of all-reduce, residual addition and norm, and a provider that shows the interface.
 
-Both are written in plain torch: the sum and the addition are accumulated without an intermediate rounding,
-and the norm is taken of that. They define what a fused kernel has to return.
+The sum and the addition are accumulated without an intermediate rounding, and the norm is taken of that: in one
+pass where the group's memory is shared, in plain torch elsewhere. The provider defines what a fused finalize has to
+return.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from torch import Tensor
 
 from ..collectives import sum_in_rank_order
 from ..forward import ForwardBatch
+from ..kernels import all_reduce_add_norm as kernel
+from ..kernels.add_norm.naive import accumulator
+from ..kernels.moe_finalize import moe_finalize
+from ..kernels.norms import formula_of
 from ..layout import SumGroup
 from ..ops import differentiable, summed
 from ..output import HandoffOutput
@@ -35,15 +40,32 @@ def takes(rows: int) -> bool:
 
 def all_reduce_add_norm(term: Tensor, over: BoundSum | None, residual: Tensor, norm: Norm) -> Fused | None:
     """Sum `term` over the group, add the residual, normalize: one rounding. Declines what it cannot do as
-    stated.
+    stated, and what is too large to gain.
     """
+    if not takes(term.shape[0]):
+        return None
+    return fused_sum(term, over, residual, norm)
+
+
+def fused_sum(term: Tensor, over: BoundSum | None, residual: Tensor, norm: Norm) -> Fused | None:
+    """`all_reduce_add_norm` for any number of rows."""
     weight = getattr(norm, "weight", None)
     same_dtype = term.dtype == residual.dtype and (weight is None or weight.dtype == term.dtype)
-    if over is None or not takes(term.shape[0]) or not same_dtype:
+    if over is None or not term.shape[0] or not same_dtype:
         return None
+    key = f"sum over {over.name.value}"
+    formula = formula_of(norm, accumulator(term.dtype))
+    if formula is None and hasattr(norm, "of_sum"):
+        return _of_unrounded_sum(term, over, residual, norm, key)
+    normed, total = kernel.all_reduce_add_norm(term, over.group, residual, formula, key)
+    return (norm(total) if normed is None else normed), total
+
+
+def _of_unrounded_sum(term: Tensor, over: BoundSum, residual: Tensor, norm: Norm, key: str) -> Fused:
+    """For a norm that no kernel knows and that takes the sum before it is rounded."""
 
     def run(term: Tensor) -> Tensor:
-        terms = over.group.all_gather(term, key=f"sum over {over.name.value}", op="all_reduce")
+        terms = over.group.all_gather(term, key=key, op="all_reduce")
         return sum_in_rank_order([wide(one) for one in terms])
 
     total = differentiable(term, run, lambda gradient: gradient.to(term.dtype)) + wide(residual)
@@ -76,8 +98,7 @@ class SumHandoff(HandoffOutput):
 
     def combined(self) -> Tensor:
         """This rank's term of the output."""
-        weighted = wide(self.expert_outputs) * wide(self.weights)[..., None]
-        return weighted.sum(-2).to(self.expert_outputs.dtype)
+        return moe_finalize(self.expert_outputs, self.weights)
 
     def complete(self) -> Tensor:
         term = self.combined()

@@ -3,8 +3,8 @@
 One numerical contract holds whichever way an input is made: the sum is accumulated in float32 (float64 where
 the tensors are), the variance is taken of that sum and not of its rounding, and the residual is rounded once.
 It needs the norm's own formula, so it holds for norms that offer `of_sum` (:class:`RMSNorm`,
-:class:`GemmaRMSNorm`) and for `torch.nn.RMSNorm`. Any other norm is a black box: it gets the rounded sum, as
-the model's author wrote it.
+:class:`GemmaRMSNorm`) and for torch's `RMSNorm` and `LayerNorm`. Any other norm is a black box: it gets the
+rounded sum, as the model's author wrote it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels import add_norm as kernel
+from ..kernels.add_norm.naive import accumulator, wide
+from ..kernels.norms import Kind, NormFormula, formula_of
 from ..layout import Layout
 from . import LayerResidual, Norm, StageUpdate
-
-
-def wide(value: Tensor) -> Tensor:
-    """`value` in the dtype sums are accumulated in."""
-    return value if value.dtype == torch.float64 else value.float()
 
 
 class RMSNorm(nn.Module):
@@ -42,8 +40,15 @@ class RMSNorm(nn.Module):
         """The norm of a sum that has not been rounded yet, in `dtype`."""
         return rms_norm(total, self.gain, self.eps, dtype)
 
+    def formula(self) -> NormFormula:
+        """The norm, as kernels know it. Holds for this very class: a subclass with another norm states its own."""
+        return NormFormula(Kind.RMS, self.weight, self.eps)
+
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.of_sum(wide(hidden_states), hidden_states.dtype)
+        formula = formula_of(self, accumulator(hidden_states.dtype))
+        if formula is None:
+            return self.of_sum(wide(hidden_states), hidden_states.dtype)
+        return kernel.norm(hidden_states, formula)
 
 
 class GemmaRMSNorm(RMSNorm):
@@ -62,6 +67,9 @@ class GemmaRMSNorm(RMSNorm):
     def gain(self) -> Tensor:
         return self.gemma_weight
 
+    def formula(self) -> NormFormula:
+        return NormFormula(Kind.RMS, self.weight, self.eps, offset=1.0)
+
 
 def rms_norm(total: Tensor, gain: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
     """`total / sqrt(mean(total^2) + eps) * gain` over the last dim, in the dtype of `total`, rounded once to
@@ -77,19 +85,21 @@ def normalize_sum(norm: Norm, total: Tensor, rounded: Tensor) -> Tensor:
     """The norm of a sum: of `total` where the norm's formula is known, else of what it was rounded to."""
     if not rounded.shape[0]:
         return rounded.new_empty(rounded.shape)
+    formula = formula_of(norm, total.dtype)
+    if formula is not None:
+        return kernel.norm_of_sum(total, formula, rounded.dtype)
     of_sum = getattr(norm, "of_sum", None)
-    if of_sum is not None:
-        return of_sum(total, rounded.dtype)
-    if isinstance(norm, nn.RMSNorm) and len(norm.normalized_shape) == 1:
-        eps = torch.finfo(total.dtype).eps if norm.eps is None else norm.eps
-        return rms_norm(total, norm.weight, eps, rounded.dtype)
-    return norm(rounded)
+    return norm(rounded) if of_sum is None else of_sum(total, rounded.dtype)
 
 
 def add_norm(
     contribution: Tensor, residual: Tensor, norm: Norm, post_residual_addition: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`(norm(sum), sum)` of contribution, residual and addition, under the contract above. New tensors."""
+    if post_residual_addition is None:
+        formula = formula_of(norm, accumulator(residual.dtype))
+        if formula is not None:
+            return kernel.add_norm(contribution, residual, formula)
     total = wide(residual) + wide(contribution)
     if post_residual_addition is not None:
         total = total + wide(post_residual_addition)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.mhc import collapse, mix
 from ..layout import Layout
 from . import LayerResidual, Norm, StageUpdate
 from .add_norm import wide
@@ -84,14 +85,8 @@ class MhcUpdate:
         if not residual.coefficients:
             raise RuntimeError("a hyper-connection update needs the coefficients of its own stage's read")
         post, comb = residual.coefficients
-        streams = wide(residual.tensor).unflatten(-1, (self.streams, -1))
-        # Stream by stream, so that a row's bits do not depend on how many rows there are.
-        mixed = [
-            sum(comb[:, i, j, None] * streams[:, j] for j in range(self.streams))
-            + post[:, i, None] * wide(contribution)
-            for i in range(self.streams)
-        ]
-        updated = torch.cat(mixed, dim=-1).to(residual.tensor.dtype)
+        streams = residual.tensor.unflatten(-1, (self.streams, -1))
+        updated = mix(streams, comb, post, contribution).flatten(1)
         return LayerResidual(updated, residual.rows)
 
 
@@ -128,10 +123,7 @@ class MhcRead:
     def read(self, residual: LayerResidual, norm: Norm) -> tuple[Any, LayerResidual]:
         value = residual.tensor
         pre, post, comb = self.coefficients(value)
-        streams = wide(value).unflatten(-1, (self.streams, -1))
-        mixed = sum(pre[:, i, None] * streams[:, i] for i in range(self.streams))
-        assert isinstance(mixed, Tensor)
-        mixed = mixed.to(value.dtype)
+        mixed = collapse(value.unflatten(-1, (self.streams, -1)), pre)
         normalized = norm(mixed) if mixed.shape[0] else mixed
         return normalized, LayerResidual(value, residual.rows, (post, comb))
 

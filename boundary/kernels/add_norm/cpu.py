@@ -1,0 +1,61 @@
+"""`add_norm` through the compiled library: each value is read once and each result written once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...compiled import NormSpec, library
+from ..host import code_of, host_norm, rows_of
+from ..norms import NormFormula
+from .backward import recorded
+
+
+def add_norm(value: Tensor, residual: Tensor, formula: NormFormula) -> tuple[Tensor, Tensor] | None:
+    """See the dispatcher; None for what the library does not take."""
+    code = code_of(value, residual)
+    if code is None or value.shape != residual.shape or not value.dim() or not value.shape[-1]:
+        return None
+    spec = host_norm(formula, value.shape[-1])
+    if spec is None:
+        return None
+    return recorded(value, residual, formula, lambda: _run(value, residual, spec, code))  # type: ignore[return-value]
+
+
+def norm(value: Tensor, formula: NormFormula) -> Tensor | None:
+    """See the dispatcher; None for what the library does not take."""
+    code = code_of(value)
+    if code is None or not value.dim() or not value.shape[-1]:
+        return None
+    spec = host_norm(formula, value.shape[-1])
+    if spec is None:
+        return None
+    return recorded(value, None, formula, lambda: _run(value, None, spec, code))[0]
+
+
+def _run(value: Tensor, residual: Tensor | None, spec: NormSpec, code: int) -> tuple[Tensor, Tensor | None]:
+    hidden = value.shape[-1]
+    normed = torch.empty_like(value, memory_format=torch.contiguous_format)
+    total = None if residual is None else torch.empty_like(normed)
+    count = value.numel() // hidden
+    if not count:
+        return normed, total
+    value, value_stride = rows_of(value)
+    residual, residual_stride = (None, 0) if residual is None else rows_of(residual)
+    lib = library()
+    assert lib is not None
+    failed = lib.add_norm(
+        value.data_ptr(),
+        value_stride,
+        None if residual is None else residual.data_ptr(),
+        residual_stride,
+        None if total is None else total.data_ptr(),
+        normed.data_ptr(),
+        count,
+        hidden,
+        code,
+        spec,
+    )
+    if failed:
+        raise MemoryError(f"no memory for a row of {hidden} elements")
+    return normed, total

@@ -1,0 +1,48 @@
+"""Complete a sum over ranks, add the residual and normalize, in one pass over the rows.
+
+`triton.py` belongs here too: a path answers None to what it does not take, from facts that all ranks share and before
+anything is sent, and the dispatcher asks them in order.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...collectives import Group
+from ..norms import NormFormula
+from ..summing import Results, recorded, summing
+from . import cpu, naive
+
+
+def all_reduce_add_norm(term: Tensor, group: Group, residual: Tensor, formula: NormFormula | None, key: str) -> Results:
+    """`(norm(sum + residual), sum + residual)`, the sum over the ranks' terms: the same bits on every rank.
+
+    Every rank of the group calls it. The sum is accumulated in rank order and then the residual added, without a
+    rounding in between.
+
+    Args:
+        term: `[rows, hidden]`: this rank's term, of one shape and dtype on all ranks. Not written to.
+        group: The ranks.
+        residual: `[rows, hidden]`, the same on all ranks. Not written to.
+        formula: The norm, over the last dim; None for none.
+        key: What this exchange is; equal on all ranks.
+
+    Returns:
+        New tensors of the residual's dtype; None for the normalized rows without a formula.
+
+    Raises:
+        CollectiveError: The ranks did not meet.
+    """
+    if not recorded(term, residual, formula):
+        return _run(term, group, residual, formula, key)
+    return summing(
+        term, residual, formula, lambda: _run(term, group, residual, formula, key), lambda gradient: gradient
+    )
+
+
+def _run(term: Tensor, group: Group, residual: Tensor, formula: NormFormula | None, key: str) -> Results:
+    made = cpu.sum_add_norm(term, group, residual, formula, None, key)
+    return naive.all_reduce_add_norm(term, group, residual, formula, key) if made is None else made
+
+
+__all__ = ["all_reduce_add_norm"]

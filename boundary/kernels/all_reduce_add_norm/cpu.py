@@ -1,0 +1,34 @@
+"""`all_reduce_add_norm` through shared memory: the terms are added up as they are read, and the sum is normalized
+while it is in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ...collectives import Group, SharedGroup
+from ..host import code_of, host_norm, rows_of
+from ..norms import NormFormula
+
+
+def sum_add_norm(
+    term: Tensor,
+    group: Group,
+    residual: Tensor,
+    formula: NormFormula | None,
+    counts: Sequence[int] | None,
+    key: str,
+) -> tuple[Tensor | None, Tensor] | None:
+    """The sum onto the residual, of all rows or with `counts` of this rank's; None for what is not for the library.
+
+    Whether it is, is decided from facts that all ranks of the group share, before anything is sent.
+    """
+    if not isinstance(group, SharedGroup) or code_of(term, residual) is None or term.dim() != 2:
+        return None
+    norm = None if formula is None else host_norm(formula, term.shape[1])
+    if formula is not None and norm is None:
+        return None
+    residual, _ = rows_of(residual)
+    return group.sum_add_norm(term, residual, norm, counts, key)

@@ -1,0 +1,91 @@
+"""What every path through the compiled library asks first: whether it may touch the tensors' memory, and how."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+
+from ..compiled import NormSpec, dtypes
+from .norms import NormFormula
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def code_of(*tensors: Tensor) -> int | None:
+    """The library's code of the one dtype that all tensors have; None where the library must not compute on them.
+
+    It reads and writes addresses. So it takes tensors in this machine's memory and no stand-ins for tensors, and
+    nothing while somebody else watches or transforms what torch computes.
+    """
+    # First, because a compiler follows what comes after.
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
+        return None
+    return _code_in_memory(*tensors)
+
+
+def _code_in_memory(*tensors: Tensor) -> int | None:
+    """The code of the tensors' one dtype, if they are tensors in this machine's memory and no stand-ins."""
+    dtype = tensors[0].dtype
+    code = dtypes().get(dtype)
+    if code is None:
+        return None
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or tensor.dtype is not dtype or not tensor.is_cpu:
+            return None
+        if tensor.layout is not torch.strided:
+            return None
+    return code
+
+
+def empty(like: Tensor) -> Tensor:
+    """A new contiguous tensor of that shape and dtype."""
+    if like.is_contiguous():
+        return torch.empty_like(like)  # asking for a memory format takes as long again
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+def records(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is computed from these."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def rows_of(value: Tensor) -> tuple[Tensor, int]:
+    """`value` with contiguous rows, as a view where it has them, and how many elements one row is from the next."""
+    if value.is_contiguous():
+        return value, value.shape[-1]
+    if value.dim() == 2 and value.stride(1) == 1 and not value.is_neg():
+        return value, value.stride(0)
+    return value.resolve_neg().contiguous(), value.shape[-1]
+
+
+def host_norm(formula: NormFormula, hidden: int) -> NormSpec | None:
+    """`formula` as the library takes it, for rows of `hidden` elements; None where it is not for the library.
+
+    It is good for as long as the formula's tensors are. Only where `code_of` takes what is normalized.
+    """
+    weight, bias = formula.weight, formula.bias
+    if weight is None:
+        code = 0 if bias is None else _code_in_memory(bias)
+    else:
+        code = _code_in_memory(weight) if bias is None else _code_in_memory(weight, bias)
+    if code is None:
+        return None
+    addresses: list[int | None] = []
+    for parameter in (weight, bias):
+        if parameter is None:
+            addresses.append(None)
+        elif parameter.shape != (hidden,) or not parameter.is_contiguous():
+            return None
+        else:
+            addresses.append(parameter.data_ptr())
+    return _spec(formula.kind, code, *addresses, formula.eps, formula.offset)
+
+
+#: The same numbers again and again: making them a structure of C's takes longer than finding it.
+_spec = lru_cache(maxsize=1024)(NormSpec)

@@ -1,0 +1,62 @@
+"""Complete a sum over ranks of which each keeps its own rows, add the residual and normalize, in one pass.
+
+`triton.py` belongs here too; the path through shared memory is that of `all_reduce_add_norm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...collectives import Group
+from ..all_reduce_add_norm.cpu import sum_add_norm
+from ..norms import NormFormula
+from ..summing import Results, recorded, summing
+from . import naive
+
+
+def reduce_scatter_add_norm(
+    term: Tensor, counts: Sequence[int], group: Group, residual: Tensor, formula: NormFormula | None, key: str
+) -> Results:
+    """`(norm(sum + residual), sum + residual)` on this rank's rows of the sum over the ranks' terms.
+
+    Every rank of the group calls it, those that keep no rows too. The gradient of a term is gathered, so every rank of
+    the group runs the backward pass too.
+
+    Args:
+        term: `[rows, hidden]`: this rank's term, of one shape and dtype on all ranks. Not written to.
+        counts: How many rows of the sum each rank keeps, in rank order; they make up the term's.
+        group: The ranks.
+        residual: `[counts[rank], hidden]`: this rank's rows of it. Not written to.
+        formula: The norm, over the last dim; None for none.
+        key: What this exchange is; equal on all ranks.
+
+    Returns:
+        New tensors of the residual's dtype; None for the normalized rows without a formula.
+
+    Raises:
+        CollectiveError: The ranks did not meet.
+        ValueError: The counts do not make up the term's rows, or the residual has other rows than this rank keeps.
+    """
+    if len(counts) != group.size or sum(counts) != term.shape[0]:
+        raise ValueError(f"{list(counts)} rows for {group.size} ranks do not make up the term's {term.shape[0]}")
+    if residual.shape != (counts[group.rank], *term.shape[1:]):
+        raise ValueError(
+            f"this rank keeps {counts[group.rank]} rows of {tuple(term.shape)}, and the residual has shape "
+            f"{tuple(residual.shape)}"
+        )
+
+    def run() -> Results:
+        made = sum_add_norm(term, group, residual, formula, counts, key)
+        return naive.reduce_scatter_add_norm(term, counts, group, residual, formula, key) if made is None else made
+
+    def gathered(gradient: Tensor) -> Tensor:
+        shapes = [(count, *gradient.shape[1:]) for count in counts]
+        return torch.cat(group.all_gather(gradient, shapes, f"gradient of {key}"))
+
+    return summing(term, residual, formula, run, gathered) if recorded(term, residual, formula) else run()
+
+
+__all__ = ["reduce_scatter_add_norm"]

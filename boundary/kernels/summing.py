@@ -1,0 +1,74 @@
+"""What the operations that begin with a sum over ranks have in common: their gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .add_norm.backward import backward
+from .host import records
+from .norms import NormFormula
+
+Results = tuple[Tensor | None, Tensor]
+"""`(normalized, sum)`; None where there is no norm."""
+
+
+class _SumAddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        term: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        formula: NormFormula | None,
+        run: Callable[[], Results],
+        back: Callable[[Tensor], Tensor],
+    ) -> Any:
+        normed, total = run()
+        ctx.formula, ctx.back, ctx.dtypes = formula, back, (term.dtype, residual.dtype)
+        ctx.save_for_backward(total)
+        return total if normed is None else (normed, total)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        (total,) = ctx.saved_tensors
+        formula: NormFormula | None = ctx.formula
+        if formula is None:
+            given, weight, bias = gradients[0], None, None
+        else:
+            given, weight, bias = backward(total, formula, *gradients)
+            if weight is not None and formula.weight is not None:
+                weight = weight.to(formula.weight.dtype)
+            if bias is not None and formula.bias is not None:
+                bias = bias.to(formula.bias.dtype)
+        if given is None:
+            return None, None, weight, bias, None, None, None
+        return ctx.back(given.to(ctx.dtypes[0])), given.to(ctx.dtypes[1]), weight, bias, None, None, None
+
+
+def recorded(term: Tensor, residual: Tensor, formula: NormFormula | None) -> bool:
+    """Whether autograd records an operation on these."""
+    if formula is None:
+        return records(term, residual)
+    return records(term, residual, formula.weight, formula.bias)
+
+
+def summing(
+    term: Tensor,
+    residual: Tensor,
+    formula: NormFormula | None,
+    run: Callable[[], Results],
+    back: Callable[[Tensor], Tensor],
+) -> Results:
+    """`run()`, which makes the operation's results of these tensors, with its gradient.
+
+    The norm's gradient is that at the rounded sum, which is what is kept. `back` makes a term's gradient of the sum's:
+    all ranks compute the same loss, so each term gets the gradient of the rows that it is a term of.
+    """
+    weight, bias = (None, None) if formula is None else (formula.weight, formula.bias)
+    made = _SumAddNorm.apply(term, residual, weight, bias, formula, run, back)
+    return made if formula is not None else (None, made)  # type: ignore[return-value]

@@ -1,0 +1,246 @@
+"""What fusing costs and saves on CPUs: shared memory against gloo and eager torch, and a kernel against a copy.
+
+    python -m tests.benchmarks.kernels [--rounds N]
+
+Every figure is the median of the ratios of runs side by side, on the same ranks, one thread each; absolute times on
+shared machines mean nothing, and those shown are for orientation. Freed memory stays with the process, on both sides,
+as it does with the allocators of servers: the C library's default gives it back, and then most of the time of either
+side is the kernel's, handing out zeroed pages. A comparison is shown only if what it times was
+right in the same process just before. A figure that misses its target is marked, and the exit status says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from boundary.collectives import SharedGroup, sum_in_rank_order
+from boundary.kernels.add_norm import add_norm
+from boundary.kernels.add_norm import naive as add_norm_naive
+from boundary.kernels.all_reduce_add_norm import all_reduce_add_norm
+from boundary.kernels.all_reduce_add_norm import naive as all_reduce_naive
+from boundary.kernels.norms import Kind, NormFormula
+from boundary.shared_memory import SharedMemory
+from tests.pool import Pool, World
+
+DECODE = [(1, 576), (8, 576), (64, 576)]
+PREFILL = (256, 2048)
+#: Bytes of an all-reduce, and how many times faster than gloo it is to be.
+SIZES = [(4 << 10, 20.0), (64 << 10, 20.0), (1 << 20, 5.0)]
+
+
+def keep_memory() -> None:
+    """Let freed memory stay with this process."""
+    libc = ctypes.CDLL(None)
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    # The first is the most that it takes.
+    assert libc.mallopt(m_mmap_threshold, 32 << 20) == 1
+    assert libc.mallopt(m_trim_threshold, 1 << 30) == 1
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def series(sides: dict[str, Callable[[], Any]], rounds: int, calls: int, gather: Callable[[], Any]) -> dict[str, list]:
+    """The seconds of one call of each side in every round, `calls` of them in a row; all ranks start together."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name, side in sides.items():
+                gather()
+                side()
+                start = time.perf_counter()
+                for _ in range(calls):
+                    side()
+                times[name].append((time.perf_counter() - start) / calls)
+    finally:
+        gc.enable()
+    return times
+
+
+def ratio(times: dict[str, list[float]], slow: str, fast: str) -> float:
+    """How many times longer the one took, in the median of the rounds."""
+    return statistics.median(a / b for a, b in zip(times[slow], times[fast], strict=True))
+
+
+def microseconds(times: dict[str, list[float]], side: str) -> float:
+    return statistics.median(times[side]) * 1e6
+
+
+def calls_for(nbytes: int) -> int:
+    """How many calls make a run that is long next to its beginning."""
+    return 20 if nbytes <= 256 << 10 else 3
+
+
+def group_of(world: World) -> SharedGroup:
+    def connect() -> SharedGroup:
+        store = dist.PrefixStore("benchmark", dist.distributed_c10d._get_default_store())
+        return SharedGroup(SharedMemory.connect(store, world.rank, world.size, 20.0), range(world.size), 20.0)
+
+    torch.set_num_threads(1)
+    keep_memory()
+    return world.keep("shared", connect)
+
+
+def fused(world: World, shape: tuple[int, int], rounds: int) -> tuple[float, float, float]:
+    """Sum, residual and norm in one pass, against gloo's sum and torch's operations after it."""
+    group = group_of(world)
+    rows, hidden = shape
+    term, residual = draw(rows, hidden, seed=world.rank), draw(rows, hidden, seed=8)
+    weight = draw(hidden, seed=9)
+    formula = NormFormula(Kind.RMS, weight, 1e-6)
+    buffer = torch.empty_like(term)
+
+    def ours() -> tuple[Tensor | None, Tensor]:
+        return all_reduce_add_norm(term, group, residual, formula, "fused")
+
+    def theirs() -> tuple[Tensor, Tensor]:
+        # gloo sums in place, and the term must not be lost.
+        buffer.copy_(term)
+        dist.all_reduce(buffer)
+        total = buffer + residual
+        return total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * weight, total
+
+    with torch.no_grad():
+        made, eager = ours(), theirs()
+        wanted = all_reduce_naive.all_reduce_add_norm(term, group, residual, formula, "wanted")
+        assert torch.equal(made[1], wanted[1]), "the sum is not the definition's"
+        assert made[0] is not None and wanted[0] is not None
+        assert torch.allclose(made[0], wanted[0], rtol=1e-5, atol=1e-6)
+        assert torch.allclose(made[0], eager[0], rtol=1e-4, atol=1e-5)
+        times = series(
+            {"gloo": theirs, "ours": ours},
+            rounds,
+            calls_for(term.nbytes),
+            lambda: group.all_reduce(weight[:1], "start"),
+        )
+    return ratio(times, "gloo", "ours"), microseconds(times, "ours"), microseconds(times, "gloo")
+
+
+def all_reduce(world: World, nbytes: int, dtype: torch.dtype, rounds: int) -> tuple[float, float, float]:
+    group = group_of(world)
+    term = draw(nbytes // dtype.itemsize, seed=world.rank, dtype=dtype)
+    buffer = torch.empty_like(term)
+
+    def ours() -> Tensor:
+        return group.all_reduce(term, "sum")
+
+    def theirs() -> Tensor:
+        buffer.copy_(term)
+        dist.all_reduce(buffer)
+        return buffer
+
+    assert torch.equal(ours(), sum_in_rank_order(group.all_gather(term, key="terms"))), (
+        "the sum is not the definition's"
+    )
+    times = series(
+        {"gloo": theirs, "ours": ours}, rounds, calls_for(nbytes), lambda: group.all_reduce(term[:1], "start")
+    )
+    return ratio(times, "gloo", "ours"), microseconds(times, "ours"), microseconds(times, "gloo")
+
+
+def alone(shape: tuple[int, int], dtype: torch.dtype, rounds: int) -> tuple[float, float, dict[str, float]]:
+    """Add and norm in one process, and torch's operations, in copies of the same bytes: both tensors, to new ones."""
+    torch.set_num_threads(1)
+    keep_memory()
+    rows, hidden = shape
+    value, residual, weight = draw(rows, hidden, seed=1), draw(rows, hidden, seed=2), draw(hidden, seed=3)
+    value, residual, weight = (tensor.to(dtype) for tensor in (value, residual, weight))
+    formula = NormFormula(Kind.RMS, weight, 1e-6)
+
+    def ours() -> tuple[Tensor, Tensor]:
+        return add_norm(value, residual, formula)
+
+    def copies() -> tuple[Tensor, Tensor]:
+        return value.clone(), residual.clone()
+
+    def eager() -> tuple[Tensor, Tensor]:
+        total = (value + residual).float()
+        normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6)
+        return weight * normed.to(dtype), total.to(dtype)
+
+    with torch.no_grad():
+        made, wanted = ours(), add_norm_naive.add_norm(value, residual, formula)
+        assert torch.equal(made[1], wanted[1])
+        assert torch.allclose(
+            made[0].float(), wanted[0].float(), rtol=2**-7 if dtype.itemsize == 2 else 1e-5, atol=1e-6
+        )
+        times = series({"copies": copies, "ours": ours}, rounds, 3, lambda: None)
+        slow = series({"copies": copies, "eager": eager}, rounds, 3, lambda: None)
+    shown = {name: microseconds(times, name) for name in times} | {"eager": microseconds(slow, "eager")}
+    return ratio(times, "ours", "copies"), ratio(slow, "eager", "copies"), shown
+
+
+class Table:
+    """Prints figures with their targets, and remembers whether one was missed."""
+
+    def __init__(self) -> None:
+        self.missed = 0
+
+    def row(self, what: str, found: float, target: float | None, note: str, *, at_most: bool = False) -> None:
+        bound, mark = "", ""
+        if target is not None:
+            bound = f"{'<=' if at_most else '>='} {target:g}"
+            missed = found > target if at_most else found < target
+            self.missed += missed
+            mark = "missed" if missed else ""
+        print(f"{what:58} {found:8.2f}  {bound:7} {mark:7} {note}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=60)
+    rounds = parser.parse_args().rounds
+    table = Table()
+
+    print("add + RMSNorm in one process / copies of the same bytes")
+    for dtype, target in ((torch.float32, 1.5), (torch.bfloat16, None)):
+        found, eager, shown = alone(PREFILL, dtype, rounds)
+        note = f"{shown['ours']:.0f} us; copies {shown['copies']:.0f} us; torch's operations {eager:.1f} copies"
+        table.row(f"  {list(PREFILL)} {str(dtype)[6:]}", found, target, note, at_most=True)
+
+    for size in (2, 3):
+        pool = Pool(size)
+        try:
+            print(f"gloo and torch's operations / one pass of sum, residual and norm, {size} ranks")
+            for shape in (*DECODE, PREFILL):
+                # A collective ends when its slowest rank does, so the worst rank's ratio is the honest one.
+                found, ours, theirs = min(pool.run(fused, shape, rounds, timeout=300))
+                target = 4.0 if shape == PREFILL else 50.0
+                table.row(f"  {list(shape)} float32", found, target, f"{ours:.0f} us; gloo {theirs:.0f} us")
+                rows, hidden = shape
+                unit = rows * hidden * 4
+                counted, least = (size + 5) * unit, (size + 3) * unit
+                print(
+                    f"    bytes moved by a rank: {counted}; each term and the residual read once, each result "
+                    f"written once: {least}"
+                )
+            print(f"gloo's all-reduce / shared memory's, {size} ranks")
+            for nbytes, target in SIZES:
+                for dtype in (torch.float32, torch.bfloat16):
+                    found, ours, theirs = min(pool.run(all_reduce, nbytes, dtype, rounds, timeout=300))
+                    goal = target if dtype == torch.float32 else None
+                    note = f"{ours:.0f} us; gloo {theirs:.0f} us"
+                    table.row(f"  {nbytes >> 10} KiB {str(dtype)[6:]}", found, goal, note)
+        finally:
+            pool.close()
+    return 1 if table.missed else 0
+
+
+if __name__ == "__main__":
+    from tests.benchmarks import kernels  # the ranks import the functions by this module's own name
+
+    sys.exit(kernels.main())
