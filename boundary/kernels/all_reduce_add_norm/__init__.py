@@ -1,16 +1,17 @@
 """Complete a sum over ranks, add the residual and normalize, in one pass over the rows.
 
-`triton.py` belongs here too: a path answers None to what it does not take, from facts that all ranks share and before
-anything is sent, and the dispatcher asks them in order.
+A path answers None to what it does not take, from facts that all ranks share and before anything is sent, and the
+dispatcher asks them in order: Triton's kernel where a group has a workspace, shared memory, and torch's operations.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ...collectives import Group
+from ...collectives import Group, NcclGroup
+from ...symmetric_memory import workspace_of
 from ..norms import NormFormula
-from ..summing import Results, recorded, summing
+from ..summing import Results, in_steps, recorded, summing
 from . import cpu, naive
 
 
@@ -41,8 +42,16 @@ def all_reduce_add_norm(term: Tensor, group: Group, residual: Tensor, formula: N
 
 
 def _run(term: Tensor, group: Group, residual: Tensor, formula: NormFormula | None, key: str) -> Results:
+    workspace = workspace_of(group) if isinstance(group, NcclGroup) else None
+    if workspace is not None:
+        from . import triton
+
+        made = triton.all_reduce_add_norm(term, workspace, residual, formula)
+        if made is not None:
+            group.note("all_reduce", 2 * (group.size - 1) * term.nbytes, key)
+            return made
     made = cpu.sum_add_norm(term, group, residual, formula, None, key)
-    return naive.all_reduce_add_norm(term, group, residual, formula, key) if made is None else made
+    return in_steps(naive.terms_of(term, group, key), residual, formula) if made is None else made
 
 
 __all__ = ["all_reduce_add_norm"]

@@ -23,9 +23,12 @@ def sum_add_norm(
 ) -> tuple[Tensor | None, Tensor] | None:
     """The sum onto the residual, of all rows or with `counts` of this rank's; None for what is not for the library.
 
-    Whether it is, is decided from facts that all ranks of the group share, before anything is sent.
+    Whether it is, is decided before anything is sent, from what the ranks of one model have alike: dtypes, widths, and
+    that its tensors are ordinary ones.
     """
     if not isinstance(group, SharedGroup) or code_of(term, residual) is None or term.dim() != 2:
+        return None
+    if residual.shape != (term.shape[0] if counts is None else counts[group.rank], term.shape[1]):
         return None
     norm = None if formula is None else host_norm(formula, term.shape[1])
     if formula is not None and norm is None:
