@@ -195,11 +195,11 @@ class Group(ABC):
         send = self._without_own([send] * self.size if send is None or isinstance(send, Tensor) else send)
         receive = self._without_own(receive)
         if _recordings:
-            self._note(op, sum(message.nbytes for message in (*send, *receive) if message is not None), key)
+            self.note(op, sum(message.nbytes for message in (*send, *receive) if message is not None), key)
         self._exchange(send, receive, key)
 
-    def _note(self, op: str, nbytes: int, key: str) -> None:
-        """Tell the recordings of an exchange."""
+    def note(self, op: str, nbytes: int, key: str) -> None:
+        """Tell the recordings of an exchange of so many bytes, sent and received."""
         event = Event(op, self.name, self.ranks, self.rank, nbytes, key)
         for recording in tuple(_recordings):
             recording.append(event)
@@ -293,7 +293,7 @@ class Group(ABC):
         return sum_in_rank_order(terms)
 
     def _check_counts(self, term: Tensor, counts: Sequence[int], key: str) -> None:
-        if len(counts) != self.size or sum(counts) != term.shape[0]:
+        if len(counts) != self.size or sum(counts) != term.shape[0] or min(counts) < 0:
             raise ValueError(
                 f"exchange {key!r} of {self!r}: {list(counts)} rows for the ranks do not make up the term's "
                 f"{term.shape[0]}"
@@ -433,6 +433,10 @@ def _description(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{tuple(shape)} of {str(dtype).removeprefix('torch.')}"
 
 
+#: Classes of tensors whose elements lie where they say; what a subclass is, only it knows.
+_WITH_MEMORY = (Tensor, torch.nn.Parameter)
+
+
 class SharedGroup(HostGroup):
     """Processes of one machine, through memory that they share. Ranks that disagree raise at once, on all sides.
 
@@ -503,13 +507,20 @@ class SharedGroup(HostGroup):
             `(normalized, sum)`, new tensors. None if this group cannot do it, before anything was sent, and then on
             all ranks: for another dtype, for no elements, and for rows that are too long.
         """
-        code = self._code(term)
-        width = term.shape[1]
-        if code is None or width * term.element_size() > self.transport.longest_row:
-            return None
         if counts is not None:
             self._check_counts(term, counts, key)
-        assert residual.shape[0] == (term.shape[0] if counts is None else counts[self.rank])
+        rows = term.shape[0] if counts is None else counts[self.rank]
+        if residual.shape != (rows, *term.shape[1:]) or residual.dtype is not term.dtype or not residual.is_cpu:
+            raise ValueError(
+                f"exchange {key!r} of {self!r}: a sum of {_description(term.dtype, term.shape)}, of which this rank "
+                f"keeps {rows} rows, does not go onto a residual of {_description(residual.dtype, residual.shape)}"
+            )
+        code = self._code(term)
+        width = term.shape[-1]
+        if code is None or term.dim() != 2 or width * term.element_size() > self.transport.longest_row:
+            return None
+        if residual.stride(1) != 1:
+            residual = residual.contiguous()
         term = _on_the_wire(term)
         total = self._empty_like(residual)
         normed = None if norm is None else self._empty_like(total)
@@ -541,7 +552,7 @@ class SharedGroup(HostGroup):
             own, peers = total.numel(), self.size - 1
             received = peers * own
             sent = peers * term.numel() if counts is None else term.numel() - own
-            self._note(op, (sent + received) * term.element_size(), key)
+            self.note(op, (sent + received) * term.element_size(), key)
         name = _summed_name(key, term.dtype, term.shape, None if counts is None else tuple(counts), width > 0)
         start = time.monotonic()
         try:
@@ -573,7 +584,7 @@ class SharedGroup(HostGroup):
 
     def _code(self, term: Tensor) -> int | None:
         """The library's code of the term's dtype; None where the sum is not for it."""
-        if self.size == 1 or not term.is_cpu or not term.numel():
+        if self.size == 1 or not term.is_cpu or not term.numel() or type(term) not in _WITH_MEMORY:
             return None
         return dtypes().get(term.dtype)
 
@@ -586,7 +597,10 @@ class SharedGroup(HostGroup):
 
 def _located(value: Tensor, key: str) -> tuple[str, int, int]:
     """What a message is, in words, and where a contiguous tensor lies."""
-    return f"{key!r} with {_description(value.dtype, value.shape)}", value.data_ptr(), value.nbytes
+    what, place = f"{key!r} with {_description(value.dtype, value.shape)}", value.data_ptr()
+    if not place:
+        raise ValueError(f"exchange {what}: a {type(value).__name__} without memory of its own cannot be sent")
+    return what, place, value.nbytes
 
 
 @lru_cache(maxsize=4096)

@@ -212,7 +212,7 @@ def from_torch_distributed(topology: Topology, limit: float = 60.0) -> Parallel:
     places = [""] * world if kind is NcclGroup else _places(store, rank, world, limit)
 
     def make_group(name: str, ranks: tuple[int, ...]) -> Group | None:
-        if places[ranks[0]] and len({places[member] for member in ranks}) == 1:
+        if places[ranks[0]] and len({places[member] for member in ranks}) == 1 and available(len(ranks)):
             if rank not in ranks:
                 return None
             own = PrefixStore("-".join(map(str, ranks)), store)
@@ -229,7 +229,7 @@ _worlds = count()
 
 def _places(store: Store, rank: int, world: int, limit: float) -> list[str]:
     """For each rank what ranks that can share memory have in common; empty where one cannot at all."""
-    library = available(world)
+    library = available(1)
     store.set(f"place/{rank}", f"{platform.node()}/{uuid.getnode()}/{library}" if library else "")
     keys = [f"place/{number}" for number in range(world)]
     # The first rank that asks for the library compiles it.

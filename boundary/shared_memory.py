@@ -112,7 +112,9 @@ class SharedMemory:
     def _received(sockets: Sockets, limit: float) -> int:
         """The descriptor of the segment that rank 0 has made."""
         link = sockets.link(0)
-        if not select.select([link], [], [], limit)[0]:
+        poll = select.poll()
+        poll.register(link, select.POLLIN)
+        if not poll.poll(limit * 1000):
             raise TimeoutError(f"rank 0 did not share its memory within {limit:g} s")
         _, descriptors, _, _ = socket.recv_fds(link, 1, 1)
         if not descriptors:
@@ -196,10 +198,11 @@ class SharedMemory:
         """Call until it is done. After a failure the ranks are out of step, so there is no second one."""
         if self._failed is not None or self.sockets.closed:
             raise PeerFailed(self._anyone, f"the connection is closed ({self._failed or 'by this rank'})")
-        status = function(*arguments, min(SLICE_NS, int(limit * 1e9)))
-        if status == _DONE:
-            return
+        status = _AGAIN
         try:
+            status = function(*arguments, min(SLICE_NS, int(limit * 1e9)))
+            if status == _DONE:
+                return
             deadline = time.monotonic() + limit - SLICE_NS / 1e9
             while status == _AGAIN and (left := deadline - time.monotonic()) > 0:
                 status = function(*arguments, min(SLICE_NS, int(left * 1e9)))

@@ -12,12 +12,15 @@ the tests that look at how they ended come last.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -44,7 +47,9 @@ class Script:
     @cached_property
     def folder(self) -> Path:
         """Where it runs."""
-        return Path(tempfile.mkdtemp(prefix="beside-"))
+        folder = Path(tempfile.mkdtemp(prefix="beside-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return folder
 
     @cached_property
     def looked_at(self) -> pytest.MarkDecorator:
@@ -77,7 +82,7 @@ class Script:
                 # Whoever is left holds the pipes open, and this waits for it.
                 stdout, stderr = process.communicate(timeout=LIMIT)
             except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)
+                _kill(process.pid)
                 raise
             finally:
                 _running.discard(process.pid)
@@ -110,4 +115,9 @@ def pytest_sessionfinish() -> None:
     """End what still runs."""
     _thread.shutdown(wait=False, cancel_futures=True)
     for group in tuple(_running):
+        _kill(group)
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)

@@ -80,6 +80,7 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
+@cache
 def fingerprint() -> str:
     """Equal in two processes if they have the same library; empty without one."""
     return _digest(_compiler()) if library() is not None else ""

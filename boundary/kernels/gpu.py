@@ -15,28 +15,24 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
+from torch import Tensor
 
-_PLAIN = (Tensor, nn.Parameter)
+from .ordinary import is_ordinary, watched
 
 
 def runs(*tensors: Tensor | None) -> bool:
     """Whether Triton's kernels take these tensors, of which None counts for nothing.
 
     They are ordinary ones on one CUDA device, or on the CPU while Triton interprets its kernels (`TRITON_INTERPRET=1`;
-    a Triton that nobody has imported yet does not). Nothing is taken while somebody else watches or transforms what
-    torch computes.
+    a Triton that nobody has imported yet does not). Nothing is taken while what torch computes is watched.
     """
-    # First, because a compiler follows what comes after.
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
+    if watched():
         return False
     device = None
     for tensor in tensors:
         if tensor is None:
             continue
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
+        if not is_ordinary(tensor):
             return False
         if device is None:
             device = tensor.device

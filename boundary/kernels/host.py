@@ -5,47 +5,31 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
+from torch import Tensor
 
 from ..compiled import NormSpec, dtypes
 from .norms import NormFormula
-
-_PLAIN = (Tensor, nn.Parameter)
+from .ordinary import is_ordinary, watched
 
 
 def code_of(*tensors: Tensor) -> int | None:
     """The library's code of the one dtype that all tensors have; None where the library must not compute on them.
 
-    It reads and writes addresses. So it takes tensors in this machine's memory and no stand-ins for tensors, and
-    nothing while somebody else watches or transforms what torch computes.
+    It takes ordinary tensors in this machine's memory, and nothing while what torch computes is watched.
     """
-    # First, because a compiler follows what comes after.
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
-        return None
-    return _code_in_memory(*tensors)
+    return None if watched() else _code_in_memory(*tensors)
 
 
 def _code_in_memory(*tensors: Tensor) -> int | None:
-    """The code of the tensors' one dtype, if they are tensors in this machine's memory and no stand-ins."""
+    """The code of the tensors' one dtype, if they are ordinary and in this machine's memory."""
     dtype = tensors[0].dtype
     code = dtypes().get(dtype)
     if code is None:
         return None
     for tensor in tensors:
-        if type(tensor) not in _PLAIN or tensor.dtype is not dtype or not tensor.is_cpu:
-            return None
-        if tensor.layout is not torch.strided:
+        if tensor.dtype is not dtype or not tensor.is_cpu or not is_ordinary(tensor):
             return None
     return code
-
-
-def empty(like: Tensor) -> Tensor:
-    """A new contiguous tensor of that shape and dtype."""
-    if like.is_contiguous():
-        return torch.empty_like(like)  # asking for a memory format takes as long again
-    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def records(*tensors: Tensor | None) -> bool:
@@ -56,12 +40,12 @@ def records(*tensors: Tensor | None) -> bool:
 
 
 def rows_of(value: Tensor) -> tuple[Tensor, int]:
-    """`value` with contiguous rows, as a view where it has them, and how many elements one row is from the next."""
+    """An ordinary tensor with contiguous rows, a view where it has them; and how many elements its rows are apart."""
     if value.is_contiguous():
         return value, value.shape[-1]
-    if value.dim() == 2 and value.stride(1) == 1 and not value.is_neg():
+    if value.dim() == 2 and value.stride(1) == 1:
         return value, value.stride(0)
-    return value.resolve_neg().contiguous(), value.shape[-1]
+    return value.contiguous(), value.shape[-1]
 
 
 def host_norm(formula: NormFormula, hidden: int) -> NormSpec | None:
@@ -80,10 +64,10 @@ def host_norm(formula: NormFormula, hidden: int) -> NormSpec | None:
     for parameter in (weight, bias):
         if parameter is None:
             addresses.append(None)
-        elif parameter.shape != (hidden,) or not parameter.is_contiguous():
+        elif parameter.shape != (hidden,) or not parameter.is_contiguous() or not (place := parameter.data_ptr()):
             return None
         else:
-            addresses.append(parameter.data_ptr())
+            addresses.append(place)
     return _spec(formula.kind, code, *addresses, formula.eps, formula.offset)
 
 

@@ -20,7 +20,7 @@ class _ByDefinition(torch.autograd.Function):
         ctx: Any,
         run: Callable[[], Results],
         definition: Callable[..., Results],
-        back: Callable[..., tuple[Tensor, ...]] | None,
+        back: Callable[..., tuple[Tensor | None, ...]] | None,
         *inputs: Tensor | None,
     ) -> Any:
         ctx.definition, ctx.back = definition, back
@@ -35,7 +35,7 @@ class _ByDefinition(torch.autograd.Function):
         with torch.enable_grad():
             # Views, so that no input is computed from another, as it may have been.
             inputs = [
-                None if one is None else one.view_as(one) if again else one.detach().requires_grad_(need)
+                None if one is None else one.view_as(one) if again or not need else one.detach().requires_grad_()
                 for one, need in zip(ctx.saved_tensors, needed, strict=True)
             ]
             results = ctx.definition(*inputs)
@@ -48,7 +48,7 @@ def recorded(
     run: Callable[[], Results],
     definition: Callable[..., Results],
     *inputs: Tensor | None,
-    back: Callable[..., tuple[Tensor, ...]] | None = None,
+    back: Callable[..., tuple[Tensor | None, ...]] | None = None,
 ) -> Any:
     """`run()`, with the gradient of `definition(*inputs)` where autograd records; gradients have gradients too.
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .add_norm import norm_of_sum
 from .add_norm.backward import backward
+from .all_reduce_add_norm.naive import added
 from .host import records
 from .norms import NormFormula
 
@@ -30,13 +33,13 @@ class _SumAddNorm(torch.autograd.Function):
     ) -> Any:
         normed, total = run()
         ctx.formula, ctx.back, ctx.dtypes = formula, back, (term.dtype, residual.dtype)
-        ctx.save_for_backward(total)
+        ctx.save_for_backward(total, weight, bias)
         return total if normed is None else (normed, total)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        (total,) = ctx.saved_tensors
-        formula: NormFormula | None = ctx.formula
+        total, *parameters = ctx.saved_tensors
+        formula = None if ctx.formula is None else replace(ctx.formula, weight=parameters[0], bias=parameters[1])
         if formula is None:
             given, weight, bias = gradients[0], None, None
         else:
@@ -48,6 +51,14 @@ class _SumAddNorm(torch.autograd.Function):
         if given is None:
             return None, None, weight, bias, None, None, None
         return ctx.back(given.to(ctx.dtypes[0])), given.to(ctx.dtypes[1]), weight, bias, None, None, None
+
+
+def in_steps(terms: list[Tensor], residual: Tensor, formula: NormFormula | None) -> Results:
+    """The results without a kernel for all of it. The norm is made as that of any tensor, so that a sum that somebody
+    looks at before it is normalized has the same."""
+    total = added(terms, residual)
+    normed = None if formula is None else norm_of_sum(total, formula, residual.dtype)
+    return normed, total.to(residual.dtype)
 
 
 def recorded(term: Tensor, residual: Tensor, formula: NormFormula | None) -> bool:

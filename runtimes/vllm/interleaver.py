@@ -235,7 +235,7 @@ class EngineInterleaver(vllm_port.VLLMInterleaver, Interleaver):
         request = mediator.pending
         # Other stages refuse by themselves what can be known without the model's values.
         if self.stages is not None and request is not None and self.refusal(request) is None:
-            self.stages.note(mediator, "raised", request.provider or "", Raised.of(error))
+            self.stages.note(mediator, "raised", request.provider, Raised.of(error))
         return super().throw(mediator, error)
 
     def resume(self, mediator: port.Mediator, answer: Any) -> None:

@@ -65,7 +65,7 @@ class Entry(NamedTuple):
 
     block: tuple[str, str | None] | None
     kind: Literal["value", "done", "raised", "cache", "visited"]
-    location: str
+    location: str | None
     value: Any = None
 
 
@@ -174,7 +174,7 @@ class Stages:
 
     # -- what happened ---------------------------------------------------------------------------------------
 
-    def note(self, mediator: port.Mediator | None, kind: Any, location: str, value: Any = None) -> None:
+    def note(self, mediator: port.Mediator | None, kind: Any, location: str | None, value: Any = None) -> None:
         """Enter something into this stage's log; the value as it is now."""
         if not self.active:
             return

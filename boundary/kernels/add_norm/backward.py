@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,14 +75,14 @@ class _AddNorm(torch.autograd.Function):
     ) -> Any:
         ctx.formula = formula
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(value, residual)
+        ctx.save_for_backward(value, residual, weight, bias)
         normed, total = run()
         return normed if total is None else (normed, total)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        value, residual = ctx.saved_tensors
-        formula: NormFormula = ctx.formula
+        value, residual, weight, bias = ctx.saved_tensors
+        formula = replace(ctx.formula, weight=weight, bias=bias)
         normed_gradient, total_gradient = gradients if residual is not None else (*gradients, None)
         of_parameters = ctx.needs_input_grad[2:4]
         made = _through_triton(value, residual, formula, normed_gradient, total_gradient, of_parameters)

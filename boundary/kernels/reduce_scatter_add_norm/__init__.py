@@ -1,6 +1,6 @@
 """Complete a sum over ranks of which each keeps its own rows, add the residual and normalize, in one pass.
 
-`triton.py` belongs here too; the path through shared memory is that of `all_reduce_add_norm`.
+The path through shared memory is that of `all_reduce_add_norm`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from ...collectives import Group
 from ..all_reduce_add_norm.cpu import sum_add_norm
 from ..norms import NormFormula
-from ..summing import Results, recorded, summing
+from ..summing import Results, in_steps, recorded, summing
 from . import naive
 
 
@@ -40,7 +40,7 @@ def reduce_scatter_add_norm(
         CollectiveError: The ranks did not meet.
         ValueError: The counts do not make up the term's rows, or the residual has other rows than this rank keeps.
     """
-    if len(counts) != group.size or sum(counts) != term.shape[0]:
+    if len(counts) != group.size or sum(counts) != term.shape[0] or min(counts) < 0:
         raise ValueError(f"{list(counts)} rows for {group.size} ranks do not make up the term's {term.shape[0]}")
     if residual.shape != (counts[group.rank], *term.shape[1:]):
         raise ValueError(
@@ -50,7 +50,7 @@ def reduce_scatter_add_norm(
 
     def run() -> Results:
         made = sum_add_norm(term, group, residual, formula, counts, key)
-        return naive.reduce_scatter_add_norm(term, counts, group, residual, formula, key) if made is None else made
+        return in_steps(naive.terms_of(term, counts, group, key), residual, formula) if made is None else made
 
     def gathered(gradient: Tensor) -> Tensor:
         shapes = [(count, *gradient.shape[1:]) for count in counts]

@@ -15,6 +15,10 @@ def reduce_scatter_add_norm(
     term: Tensor, counts: Sequence[int], group: Group, residual: Tensor, formula: NormFormula | None, key: str
 ) -> tuple[Tensor | None, Tensor]:
     """See the dispatcher."""
+    return finish(terms_of(term, counts, group, key), residual, formula)
+
+
+def terms_of(term: Tensor, counts: Sequence[int], group: Group, key: str) -> list[Tensor]:
+    """This rank's rows of every rank's term."""
     parts = term.detach().split(list(counts))
-    terms = group.all_to_all(parts, [parts[group.rank].shape] * group.size, key, op="reduce_scatter")
-    return finish(terms, residual, formula)
+    return group.all_to_all(parts, [parts[group.rank].shape] * group.size, key, op="reduce_scatter")

@@ -15,7 +15,7 @@ def gather_rows(value: Tensor, index: Tensor) -> Tensor:
         return value.new_zeros(index.shape[0], *value.shape[1:])
     outside = (index < 0) | (index >= rows)
     found = value.index_select(0, index.clamp(0, rows - 1))
-    return found.masked_fill(outside.view(-1, *[1] * (value.dim() - 1)), 0)
+    return torch.where(outside.view(-1, *[1] * (value.dim() - 1)), value.new_zeros(()), found)
 
 
 def scatter_rows(value: Tensor, index: Tensor, rows: int) -> Tensor:

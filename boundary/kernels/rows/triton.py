@@ -51,14 +51,11 @@ def gather_rows(value: Tensor, index: Tensor) -> Tensor | None:
     if value.itemsize not in BITS or value.is_conj():
         return None
 
-    def back(value: Tensor, given: Tensor) -> tuple[Tensor]:
-        return (_run_scatter(given, index, value.shape[0]),)
+    def back(value: Tensor, index: Tensor, given: Tensor) -> tuple[Tensor, None]:
+        return _run_scatter(given, index, value.shape[0]), None
 
     return recorded(
-        lambda: _run_gather(value, index),
-        lambda value: naive.gather_rows(value, index),
-        value,
-        back=back if takes(value) else None,
+        lambda: _run_gather(value, index), naive.gather_rows, value, index, back=back if takes(value) else None
     )
 
 
@@ -66,9 +63,10 @@ def scatter_rows(value: Tensor, index: Tensor, rows: int) -> Tensor:
     """See the dispatcher."""
     return recorded(
         lambda: _run_scatter(value, index, rows),
-        lambda value: naive.scatter_rows(value, index, rows),
+        lambda value, index: naive.scatter_rows(value, index, rows),
         value,
-        back=lambda value, given: (_run_gather(given, index),),
+        index,
+        back=lambda value, index, given: (_run_gather(given, index), None),
     )
 
 

@@ -12,10 +12,11 @@ import torch
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """`torch.empty` gives NaN, so that whatever reads or returns it shows."""
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         assert math.isnan(torch.empty(1).item())
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before)

@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from boundary.compiled import dtypes, library
 from boundary.kernels.add_norm import add_norm, cpu, naive, norm
@@ -47,6 +49,15 @@ def close(found: Tensor, wanted: Tensor) -> bool:
     return bool(((found.double() - wanted.double()).abs() <= bound).all())
 
 
+def is_norm(found: Tensor, total: Tensor, norm_of: NormFormula) -> bool:
+    """Whether `found` is the norm of `total`, `[..., hidden]` unrounded, rounded once to the nearest of its dtype."""
+    wanted = naive.norm(total, norm_of, total.dtype)
+    rounding = torch.finfo(found.dtype).eps / 2 * wanted.abs() + torch.finfo(found.dtype).tiny
+    return bool(
+        ((found.to(total.dtype) - wanted).abs() <= rounding + TOLERANCE[total.dtype] * (wanted.abs() + 1)).all()
+    )
+
+
 def test_there_is_a_library_for_all_dtypes():
     """Without it every test here compares the definition with itself."""
     assert library() is not None and set(dtypes()) == set(DTYPES)
@@ -67,11 +78,12 @@ def test_it_is_the_definition(kind: str, dtype: torch.dtype, rows: int, hidden: 
     normed, total = made
     wanted, wanted_total = naive.add_norm(value, residual, norm_of)
     assert torch.equal(total, wanted_total), "the sum has the definition's bits"
-    assert close(normed, wanted)
+    assert normed.shape == wanted.shape and normed.dtype == wanted.dtype
+    assert is_norm(normed, naive.wide(value) + naive.wide(residual), norm_of)
     assert torch.equal(value, before[0]) and torch.equal(residual, before[1]), "inputs are not written to"
     assert normed.is_contiguous() and total.is_contiguous()
     alone = cpu.norm(value, norm_of)
-    assert alone is not None and close(alone, naive.norm(naive.wide(value), norm_of, dtype))
+    assert alone is not None and is_norm(alone, naive.wide(value), norm_of)
 
 
 @pytest.mark.parametrize("shape", [(7,), (2, 3, 7), (2, 0, 7)])
@@ -131,6 +143,17 @@ def test_what_it_cannot_do_is_left_to_torch():
     assert cpu.add_norm(value.to(torch.complex64), value.to(torch.complex64), norm_of) is None
     with torch.autograd.forward_ad.dual_level():
         assert cpu.add_norm(value, value, norm_of) is None
+    with TorchDispatchMode():
+        assert cpu.add_norm(value, value, norm_of) is None
+    negative = torch._neg_view(value)
+    assert cpu.add_norm(negative, negative, norm_of) is None and close(
+        add_norm(negative, negative, norm_of)[1], -2 * value
+    )
+    turned = NormFormula(Kind.RMS, torch._neg_view(norm_of.weight), 1e-6)  # type: ignore[arg-type]
+    assert cpu.add_norm(value, value, turned) is None
+    freed = torch.ones(8)
+    freed.untyped_storage().resize_(0)
+    assert cpu.add_norm(value, value, NormFormula(Kind.RMS, freed, 1e-6)) is None
     mixed = add_norm(value.bfloat16(), value, norm_of)
     assert mixed[0].dtype == mixed[1].dtype == torch.float32
 
@@ -144,6 +167,8 @@ def test_torchs_transforms_and_its_compiler_see_torchs_operations():
     assert close(each, wanted[0])
     _, tangent = torch.func.jvp(lambda x: add_norm(x, x, norm_of)[1], (value,), (torch.ones_like(value),))
     assert torch.equal(tangent, torch.full_like(value, 2.0))
+    graph = make_fx(lambda x: add_norm(x, x, norm_of)[0])(value)
+    assert close(graph(value + 1), naive.add_norm(value + 1, value + 1, norm_of)[0])
     for module in (RMSNorm(8), GemmaRMSNorm(8)):
         graph = torch.compile(lambda x, module=module: boundary_add_norm(module(x), x, module), fullgraph=True,
                               backend="eager")  # fmt: skip
@@ -165,6 +190,15 @@ def test_gradients_are_right_twice(kind: str):
 
     assert torch.autograd.gradcheck(run, (value, residual, *parameters))
     assert torch.autograd.gradgradcheck(run, (value, residual, *parameters))
+
+
+def test_a_weight_that_is_changed_before_its_gradient_is_an_error():
+    value, weight = draw(3, 8, dtype=torch.float32), torch.ones(8, requires_grad=True)
+    normed, total = add_norm(value.requires_grad_(), value, NormFormula(Kind.RMS, weight, 1e-6))
+    with torch.no_grad():
+        weight.mul_(100)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (normed.sum() + total.sum()).backward()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

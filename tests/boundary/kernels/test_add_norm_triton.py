@@ -15,11 +15,9 @@ from boundary.kernels.add_norm import add_norm, cpu, naive, norm, triton
 from boundary.kernels.norms import Kind, NormFormula
 
 from .interpreting import interpreted
-from .test_add_norm import KINDS, draw, formula, strided
+from .test_add_norm import KINDS, draw, formula, is_norm, strided
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-#: How far a norm in float32 may be off, relative to its size: what sums of another order differ by.
-TOLERANCE = 2e-6
 #: How far a gradient may be off, relative to the largest: its rounding, and sums of another order.
 GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 
@@ -28,13 +26,6 @@ GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16:
 def interpreter() -> Iterator[None]:
     with interpreted():
         yield
-
-
-def is_norm(found: Tensor, total: Tensor, norm_of: NormFormula) -> bool:
-    """Whether `found` is the norm of `total`, `[..., hidden]` float32, rounded once to the nearest of its dtype."""
-    wanted = naive.norm(total, norm_of, torch.float32)
-    rounding = torch.finfo(found.dtype).eps / 2 * wanted.abs() + torch.finfo(found.dtype).tiny
-    return bool(((found.float() - wanted).abs() <= rounding + TOLERANCE * (wanted.abs() + 1)).all())
 
 
 def leaf(value: Tensor) -> Tensor:

@@ -212,9 +212,9 @@ class Interrupted(Exception):
     pass
 
 
-def waits_alone(world: World) -> str:
+def waits_alone(world: World, seconds: float) -> str:
     """A signal's handler runs while this rank waits, and what it raises ends the wait."""
-    group = group_on(world, "waits alone", limit=20.0)
+    group = group_on(world, f"waits alone {seconds}", limit=20.0)
     group.all_reduce(torch.ones(1), "all are here")
     if world.rank == 0:
         time.sleep(1.0)
@@ -229,7 +229,7 @@ def waits_alone(world: World) -> str:
         raise Interrupted
 
     previous = signal.signal(signal.SIGALRM, raise_it)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     start = time.monotonic()
     try:
         group.all_reduce(torch.ones(1), "too late")
@@ -245,8 +245,10 @@ def waits_alone(world: World) -> str:
     return "no error"
 
 
-def test_a_signals_handler_ends_a_wait_and_the_group(pools: Pools):
-    late, waiting = pools(2).run(waits_alone)
+@pytest.mark.parametrize("seconds", [0.03, 0.3])
+def test_a_signals_handler_ends_a_wait_and_the_group(pools: Pools, seconds: float):
+    """Before the library returns to Python to look for signals the first time, and after."""
+    late, waiting = pools(2).run(waits_alone, seconds)
     assert "closed" in late and "interrupted, then" in waiting and "failed before" in waiting
 
 

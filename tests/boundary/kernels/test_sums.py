@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +115,7 @@ def test_fused_or_one_after_the_other_gives_the_same_bits(ranks: SharedThreads, 
                 assert torch.equal(fused[0], apart[0]) and torch.equal(fused[1], apart[1])
 
     ranks.run(rank_main)
+    run_world(ranks.size, rank_main)  # also where no memory is shared, and no pass does it all
 
 
 def test_nans_and_infinities_of_any_rank_arrive(ranks: SharedThreads):
@@ -146,6 +148,29 @@ def test_a_row_longer_than_a_slot_is_summed_by_steps_and_then_normalized(ranks: 
     ranks.run(rank_main)
 
 
+class Hollow(Tensor):
+    """A stand-in for a tensor, with no memory."""
+
+    @staticmethod
+    def __new__(cls, like: Tensor) -> Hollow:
+        return Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        plain = [torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, Hollow) else one for one in args]
+        return function(*plain, **(kwargs or {}))
+
+
+def test_a_tensor_without_memory_is_not_sent():
+    def rank_main(group: SharedGroup) -> None:
+        with pytest.raises(ValueError, match="without memory"):
+            group.all_reduce(Hollow(torch.ones(2, 8)), "hollow")
+
+    SharedThreads(2).run(rank_main)
+
+
 def test_what_is_declined_touches_nothing():
     group = ThreadGroup.create((0, 1))[0]
     term = torch.ones(2, 8)
@@ -159,6 +184,13 @@ def test_what_is_declined_touches_nothing():
         assert cpu.sum_add_norm(term[:0], group, term[:0], None, None, "no rows") is None
         assert cpu.sum_add_norm(term, group, term, formula("rms", 7, torch.float32), None, "another width") is None
 
+        with pytest.raises(ValueError, match="do not make up"):
+            group.reduce_scatter(term, [3, -1], "a negative share")
+        with pytest.raises(ValueError, match="does not go onto a residual"):
+            group.sum_add_norm(term, torch.ones(2, 4), None, key="narrow")
+        with pytest.raises(ValueError, match="does not go onto a residual"):
+            group.sum_add_norm(term, term.double(), None, key="another dtype")
+
     with record() as events:
         shared.run(rank_main)
     assert not events
@@ -168,6 +200,8 @@ def test_a_scattered_sum_refuses_rows_that_do_not_fit():
     group = ThreadGroup.create((0, 1))[0]
     with pytest.raises(ValueError, match="do not make up"):
         reduce_scatter_add_norm(torch.ones(3, 2), [1, 1], group, torch.ones(1, 2), None, "k")
+    with pytest.raises(ValueError, match="do not make up"):
+        reduce_scatter_add_norm(torch.ones(4, 2), [5, -1], group, torch.ones(5, 2), None, "k")
     with pytest.raises(ValueError, match="keeps 2 rows"):
         reduce_scatter_add_norm(torch.ones(3, 2), [2, 1], group, torch.ones(3, 2), None, "k")
 
