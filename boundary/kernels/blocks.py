@@ -18,6 +18,11 @@ def takes(*tensors: Tensor | None) -> bool:
     return all(tensor is None or tensor.dtype in _DTYPES for tensor in tensors) and runs(*tensors)
 
 
+def with_contiguous_rows(value: Tensor) -> Tensor:
+    """`value` where its last dim is contiguous, whatever its other strides are; else a copy."""
+    return value if value.stride(-1) == 1 else value.contiguous()
+
+
 def block_of(width: int, most: int = BLOCK) -> int:
     """A power of two that holds a row of `width` elements, or as much of it as one program takes."""
     return min(most, 1 << (width - 1).bit_length())

@@ -44,6 +44,17 @@ def normalize_row(total, inside, hidden, eps, LAYER: tl.constexpr):
 
 
 @triton.jit
+def norm_row(total, weight, bias, at, inside, hidden, eps, offset, LAYER: tl.constexpr):
+    """The norm of a row, with gain and bias, not rounded."""
+    normed, _ = normalize_row(total, inside, hidden, eps, LAYER)
+    if weight is not None:
+        normed = normed * (tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset)
+    if bias is not None:
+        normed = normed + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    return normed
+
+
+@triton.jit
 def add_norm_row(
     value, residual, weight, bias, total, row, value_stride, residual_stride, at, inside, hidden, eps, offset,
     LAYER: tl.constexpr,
@@ -52,12 +63,7 @@ def add_norm_row(
     added = sum_row(value, residual, row * value_stride, row * residual_stride, at, inside)
     if total is not None:
         tl.store(total + row * hidden + at, added.to(total.dtype.element_ty), mask=inside)
-    normed, _ = normalize_row(added, inside, hidden, eps, LAYER)
-    if weight is not None:
-        normed = normed * (tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset)
-    if bias is not None:
-        normed = normed + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-    return normed
+    return norm_row(added, weight, bias, at, inside, hidden, eps, offset, LAYER)
 
 
 @triton.jit

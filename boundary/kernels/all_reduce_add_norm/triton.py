@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...symmetric_memory import PROGRAMS, REGIONS, Workspace
 from .. import gpu
-from ..add_norm.triton import POINTERS, contiguous, normalize_row
+from ..add_norm.triton import POINTERS, contiguous, norm_row
 from ..host import rows_of
 from ..norms import Kind, NormFormula
 
@@ -88,11 +88,7 @@ def _complete(
             if TWO:
                 tl.store(own + capacity + row * hidden + at, rounded, mask=inside)
             if normed is not None:
-                result, _ = normalize_row(added, inside, hidden, eps, LAYER)
-                if weight is not None:
-                    result = result * (tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset)
-                if bias is not None:
-                    result = result + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+                result = norm_row(added, weight, bias, at, inside, hidden, eps, offset, LAYER)
                 scaled = result.to(normed.dtype.element_ty)
                 tl.store(normed + row * hidden + at, scaled, mask=inside)
                 if TWO:

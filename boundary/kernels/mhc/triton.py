@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import gpu
 from ..add_norm.triton import POINTERS
-from ..blocks import block_of
+from ..blocks import block_of, with_contiguous_rows
 from ..host import rows_of
 from ..recording import recorded
 from . import naive
@@ -106,7 +106,7 @@ def _run(streams: Tensor, comb: Tensor, post: Tensor, contribution: Tensor) -> T
     if not out.numel():
         return out
     rows, count, hidden = streams.shape
-    streams = _contiguous_rows(streams)
+    streams = with_contiguous_rows(streams)
     contribution, contribution_stride = rows_of(contribution)
     lanes, block = _tile(count, hidden, HELD)
     gpu.launch(
@@ -126,7 +126,7 @@ def _run_back(
     streams_back, comb_back, post_back, contribution_back = backs = tuple(
         torch.empty_like(one, memory_format=torch.contiguous_format) for one in inputs
     )
-    streams = _contiguous_rows(streams)
+    streams = with_contiguous_rows(streams)
     contribution, contribution_stride = rows_of(contribution)
     lanes, block = _tile(count, hidden, HELD_BACK)
     gpu.launch(
@@ -135,10 +135,6 @@ def _run_back(
         contribution_stride, hidden, STREAMS=count, LANES=lanes, BLOCK=block,
     )  # fmt: skip
     return backs  # type: ignore[return-value]
-
-
-def _contiguous_rows(value: Tensor) -> Tensor:
-    return value if value.stride(-1) == 1 else value.contiguous()
 
 
 def _tile(count: int, hidden: int, held: int) -> tuple[int, int]:

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import gpu
-from ..add_norm.triton import POINTERS, contiguous, normalize_row, num_warps
-from ..blocks import block_of
+from ..add_norm.triton import POINTERS, contiguous, norm_row, num_warps
+from ..blocks import block_of, with_contiguous_rows
 from ..host import rows_of
 from ..norms import Kind, NormFormula
 from ..recording import recorded
@@ -72,11 +72,7 @@ def _finalize_add_norm(
                          shared_stride, at, inside, scaling, CHOICES, BLOCK)  # fmt: skip
     total += tl.load(residual + row * residual_stride + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * hidden + at, total.to(out.dtype.element_ty), mask=inside)
-    result, _ = normalize_row(total, inside, hidden, eps, LAYER)
-    if weight is not None:
-        result = result * (tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset)
-    if bias is not None:
-        result = result + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    result = norm_row(total, weight, bias, at, inside, hidden, eps, offset, LAYER)
     tl.store(normed + row * hidden + at, result.to(normed.dtype.element_ty), mask=inside)
 
 
@@ -92,7 +88,7 @@ def moe_finalize(
         out = expert_outputs.new_empty(rows, hidden)
         if not out.numel():
             return out
-        outputs = _contiguous_rows(expert_outputs)
+        outputs = with_contiguous_rows(expert_outputs)
         added, shared_stride = (None, 0) if shared is None else rows_of(shared)
         block = block_of(hidden)
         gpu.launch(
@@ -128,7 +124,7 @@ def moe_finalize_add_norm(
         normed, out = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
         if not rows:
             return normed, out
-        outputs = _contiguous_rows(expert_outputs)
+        outputs = with_contiguous_rows(expert_outputs)
         added, shared_stride = (None, 0) if shared is None else rows_of(shared)
         kept, residual_stride = rows_of(residual)
         block = triton.next_power_of_2(hidden)
@@ -152,10 +148,6 @@ def moe_finalize_add_norm(
         return naive.moe_finalize_add_norm(expert_outputs, weights, residual, of_inputs, shared, scaling)
 
     return recorded(run, definition, expert_outputs, weights, residual, shared, formula.weight, formula.bias)
-
-
-def _contiguous_rows(value: Tensor) -> Tensor:
-    return value if value.stride(-1) == 1 else value.contiguous()
 
 
 def _compiled() -> list[gpu.Variant]:
