@@ -7,6 +7,11 @@ upgrade of nnsight is reviewed here and in this module's contract test, nowhere 
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import nnsight
 from greenlet import getcurrent
 from nnsight import save
@@ -61,6 +66,27 @@ from nnsight.tracing.tracer import (
 from nnsight.tracing.util import SerializedFrame, clean_traceback, filter_traceback
 from nnsight.util import apply
 from torch._guards import detect_fake_mode
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, which threads enter one after another. A thread that is inside may enter it again."""
+    lock = threading.RLock()
+
+    @functools.wraps(function)
+    def entered(*args: P.args, **kwargs: P.kwargs) -> R:
+        with lock:
+            return function(*args, **kwargs)
+
+    return entered
+
+
+# CPython counts the depth of a syntax tree in one counter per interpreter, and may switch threads while it builds the
+# tree (a collection runs a finalizer): of two threads that opened a trace, or called `backward`, at the same instant,
+# one got `SystemError: AST constructor recursion depth mismatch`.
+Tracer.parse = one_at_a_time(Tracer.parse)
 
 __all__ = [
     "BODY_FORWARD",

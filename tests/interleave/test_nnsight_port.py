@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import torch
 
@@ -84,3 +88,41 @@ def test_nothing_here_imports_nnsights_own_tensor_parallelism() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
+
+
+class Cycle:
+    """Garbage that only a collection finds, and whose finalizer lets another thread run."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        time.sleep(1e-5)
+
+
+def test_threads_may_read_the_source_of_their_blocks_at_the_same_instant() -> None:
+    source = Path(__file__).read_text()
+    failed: list[BaseException] = []
+
+    def parse(depth: int) -> None:
+        if depth:
+            return parse(depth - 1)
+        try:
+            for _ in range(20):
+                for _ in range(20):
+                    Cycle()
+                port.Tracer.__new__(port.Tracer).parse(source, 1)
+        except BaseException as error:
+            failed.append(error)
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(50)
+    try:
+        threads = [threading.Thread(target=parse, args=(5 * index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.set_threshold(*thresholds)
+    assert failed == []
