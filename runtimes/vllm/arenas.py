@@ -1,17 +1,20 @@
 """Where large tensors lie on their way between the client and an engine's ranks: files in memory.
 
 vLLM's own messages copy what they carry some ten times. A client therefore makes a directory, in memory where the
-machine has one that processes share, and a message names a file in it. Whoever sends writes the file; a result's is
-removed as it is opened, a block's when its requests have ended. The directory ends with the client: on `close`, at its
-exit, or, if it is killed, by its ranks.
+machine has one that processes share, and a message names a file in it. Whoever sends writes the file. A result's is
+given back once it has been read, and the next result is written over it: the system takes longer to find new memory
+than a rank takes to fill it. A block's is removed when its requests have ended. The directory ends with the client: on
+`close`, at its exit, or, if it is killed, by its ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
 import uuid
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from .watch import place
@@ -20,6 +23,11 @@ from .watch import place
 SHARED_MEMORY = "/dev/shm"
 #: From this many bytes on, a tensor lies in a file.
 LARGE = 4096
+#: Bytes of files that are given back which the directory holds at most, and the part of its file system.
+KEPT_BYTES = 256 << 20
+KEPT_PART = 1 / 8
+#: How the names of files that were given back begin.
+FREE = "free-"
 
 
 class Arenas(NamedTuple):
@@ -48,11 +56,26 @@ class Arenas(NamedTuple):
         return uuid.uuid4().hex
 
     def create(self, name: str, num_bytes: int) -> int:
-        """The descriptor of a new arena; the caller closes it. Raises OSError where the directory is gone or full."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(os.path.join(self.path, name), flags, 0o600)
+        """The descriptor of an arena of at least that many bytes, whose contents are anything; the caller closes it.
+        Raises OSError where the directory is gone or full."""
+        path = os.path.join(self.path, name)
+        for size, free in sorted(self._free()):
+            if size >= num_bytes:
+                # Another sender may have been faster.
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(os.path.join(self.path, free), path)
+                    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.ftruncate(descriptor, num_bytes)
         return descriptor
+
+    def _free(self) -> Iterator[tuple[int, str]]:
+        """The bytes and the name of every file that was given back."""
+        with os.scandir(self.path) as entries:
+            for entry in entries:
+                if entry.name.startswith(FREE):
+                    with contextlib.suppress(FileNotFoundError):
+                        yield entry.stat().st_size, entry.name
 
     def open(self, name: str) -> int:
         """The descriptor of an arena; the caller closes it."""
@@ -61,6 +84,16 @@ class Arenas(NamedTuple):
     def remove(self, name: str) -> None:
         """Give an arena's memory back, once those who have it open are done with it."""
         os.unlink(os.path.join(self.path, name))
+
+    def give_back(self, name: str) -> None:
+        """Let other messages have an arena that nobody reads any more; where enough of them are kept, remove it."""
+        path = os.path.join(self.path, name)
+        system = os.statvfs(self.path)
+        bound = min(KEPT_BYTES, KEPT_PART * system.f_blocks * system.f_frsize)
+        if os.stat(path).st_size + sum(size for size, _ in self._free()) > bound:
+            os.unlink(path)
+        else:
+            os.rename(path, os.path.join(self.path, FREE + name))
 
     def end(self) -> None:
         """Remove the directory. A second call does nothing."""

@@ -17,12 +17,14 @@ from interleave import nnsight_port as port
 from interleave.errors import InterleaveError
 from interleave.fragments import Fragments, Placed, Refused, Tree
 from interleave.late import LateEdits
-from interleave.layout import Layout, Snapshot
+from interleave.layout import Layout, Snapshot, Whole
 
 BETWEEN = "it lies between a layer that splits its output and one that takes its input split"
 
-#: A value that every rank holds whole.
+#: A value that every rank holds whole, in storage that the engine writes over.
 COPY = Placed(Snapshot(), "alone")
+#: The same in storage of its own, which blocks may have.
+WHOLE = Placed(Whole(), "alone")
 
 
 class EngineFragments(Fragments):

@@ -51,14 +51,15 @@ class Bytes:
         return cls(data, *_laid_out(tensors, arenas)), packer
 
     def tensors(self, arenas: Arenas | None, shared: bool = False) -> Incoming:
-        """The tensors; their arena is removed, unless it is shared with other receivers."""
+        """The tensors: seen in their arena where other receivers share it; else copied out of it, and it is given
+        back."""
         if self.arena is None:
             return Incoming(self.table, None)
         assert arenas is not None
-        descriptor = arenas.open(self.arena)
+        tensors = Incoming(self.table, arenas.open(self.arena), mapped=shared)
         if not shared:
-            arenas.remove(self.arena)
-        return Incoming(self.table, descriptor, mapped=shared)
+            arenas.give_back(self.arena)
+        return tensors
 
 
 def _laid_out(tensors: Outgoing, arenas: Arenas | None) -> tuple[Table, str | None]:
@@ -198,7 +199,7 @@ class EngineMediator(port.Mediator):
         return Drawn(None if self.stream else now, not same(self.origin, now))
 
 
-class Arrived:
+def arrive(data: bytes, tree: Tree, arenas: Arenas | None, stream: int | str = 0) -> EngineMediator:
     """A block that has come to a worker.
 
     Args:
@@ -207,35 +208,49 @@ class Arrived:
         arenas: Where its large tensors lie.
         stream: Which random numbers are its own.
     """
+    block: Block = pickle.loads(data)
+    for filename, text in block.sources.items():
+        port.SOURCES[filename] = text
+        linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    tensors = block.packed.tensors(arenas, shared=True)
+    unpacker = Unpacker(block.packed.pickle, tree, tensors)
+    loaded = mediator, presaved = unpacker.load()
+    memo = unpacker.memo.copy()  # pyright: ignore[reportAttributeAccessIssue]
+    # Without the block itself: what it holds ends with its request, and does not wait for a collection of garbage.
+    objects = {number: value for number, value in memo.items() if value is not loaded and value is not mediator}
+    # The variables around code are no objects of the client's; Python itself puts things there.
+    scopes = {id(code.__globals__) for code in objects.values() if isinstance(code, types.FunctionType)}
+    scopes.add(id(mediator.glbls))
+    numbers = {number for number, value in objects.items() if id(value) in scopes}
+    mediator.__class__ = EngineMediator
+    mediator.presaved = presaved
+    mediator.draw_from(block.random, stream)
+    mediator.arrived = Arrived(tree, arenas, Captured(objects, tensors), numbers)
+    return mediator
 
-    def __init__(self, data: bytes, tree: Tree, arenas: Arenas | None, stream: int | str = 0) -> None:
-        block: Block = pickle.loads(data)
-        for filename, text in block.sources.items():
-            port.SOURCES[filename] = text
-            linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-        tensors = block.packed.tensors(arenas, shared=True)
-        unpacker = Unpacker(block.packed.pickle, tree, tensors)
-        mediator, presaved = unpacker.load()
-        self.tree, self.arenas = tree, arenas
-        objects = unpacker.memo.copy()  # pyright: ignore[reportAttributeAccessIssue]
-        self.captured = Captured(objects, tensors)
-        # The variables around code are no objects of the client's; Python itself puts things there.
-        scopes = {id(code.__globals__) for code in objects.values() if isinstance(code, types.FunctionType)}
-        scopes.add(id(mediator.glbls))
-        self._scopes = {number for number, value in objects.items() if id(value) in scopes}
-        mediator.__class__ = EngineMediator
-        mediator.presaved = presaved
-        mediator.draw_from(block.random, stream)
-        mediator.arrived = self
-        self.mediator: EngineMediator = mediator
 
-    def answer(self, saves: dict[str, Any]) -> Bytes:
-        """Pack what the block saved, and what it did to the objects that it captured."""
+@dataclass
+class Arrived:
+    """What a block came with to a worker, for the way back.
+
+    Attributes:
+        tree: The model on this side.
+        arenas: Where large tensors lie on the way.
+        captured: The objects that it captured.
+        scopes: The numbers of those that Python keeps variables in.
+    """
+
+    tree: Tree
+    arenas: Arenas | None
+    captured: Captured
+    scopes: set[int]
+
+    def answer(self, saves: dict[str, Any], drawn: Drawn) -> Bytes:
+        """Pack what the block saved, what it did to the objects that it captured, and what it drew."""
         captured = self.captured
-        # Apart: Python's state is hundreds of numbers, and `Packer` looks at every object that it meets.
-        drawn = pickle.dumps(self.mediator.drawn())
-        changes = [change for change in captured.changes() if change.number not in self._scopes]
-        content = (saves, changes, captured.tensor_changes(), drawn)
+        changes = [change for change in captured.changes() if change.number not in self.scopes]
+        # What it drew apart: Python's state is hundreds of numbers, and `Packer` looks at every object that it meets.
+        content = (saves, changes, captured.tensor_changes(), pickle.dumps(drawn))
         try:
             packed, _ = Bytes.of(content, self.tree, Outgoing(detach=True), captured.known, self.arenas)
         except Exception as error:
@@ -285,4 +300,4 @@ class Answers:
         return told(conflicts, variables)
 
 
-__all__ = ["Answers", "Arrived", "EngineMediator", "Shipped", "Tree", "ship"]
+__all__ = ["Answers", "EngineMediator", "Shipped", "Tree", "arrive", "ship"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from greenlet import error as greenlet_error
-from vllm.distributed.parallel_state import get_pp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from interleave import nnsight_port as port
 from interleave.errors import InterleaveError
@@ -19,7 +19,7 @@ from interleave.ranks.raised import Raised
 
 from . import nnsight_port as vllm_port
 from .arenas import Arenas
-from .payload import Arrived, Tree
+from .payload import Tree, arrive
 from .rows import Span
 
 #: In a request's extra arguments: whether the head gives logits for every position.
@@ -43,9 +43,11 @@ class Request(vllm_port.Request):
 
     Attributes:
         traced: Whether a block came with it.
+        told_here: Whether this rank tells the client what its block saved.
+        answer: What is told: its saved values and what it changed, packed under :data:`PACKED`.
     """
 
-    __slots__ = ("traced",)
+    __slots__ = ("answer", "told_here", "traced")
 
     @property
     def ended(self) -> bool:
@@ -54,20 +56,19 @@ class Request(vllm_port.Request):
         return self.traced and (self.error is not None or (mediator is not None and mediator.exception is not None))
 
     def saves(self) -> dict[str, Any]:
-        """What its block saved and changed, packed for the client under :data:`PACKED`."""
-        arrived = None if self.mediator is None else self.mediator.arrived
-        if arrived is None:
+        """What its block saved and changed, packed for the client, if this rank tells it."""
+        mediator = self.mediator
+        if mediator is None or mediator.arrived is None:
             return {}
         saved = super().saves()
         for value in saved.values():
             port.saves().discard(id(value))
-        if get_pp_group().rank:
-            return {}  # the client is told what the engine's first rank answers, and the others need not pack it
-        try:
-            return {PACKED: arrived.answer(saved)}
-        except Exception as error:
-            self.error = deferred(error)
-            return {}
+        if self.told_here:
+            try:
+                self.answer = {PACKED: mediator.arrived.answer(saved, mediator.drawn())}
+            except Exception as error:
+                self.error = deferred(error)
+        return self.answer
 
 
 class Requests(vllm_port.Requests):
@@ -84,11 +85,34 @@ class Requests(vllm_port.Requests):
         self.arenas = arenas
         #: Requests of which this step computes old tokens only: there is nothing new for their blocks.
         self.behind: set[str] = set()
+        self._count = 0
+
+    def _told_here(self) -> bool:
+        """Whether it is this rank that tells of the next request: every rank of the first stage could, since all hold
+        the same values, so they take turns."""
+        self._count += 1
+        return get_pp_group().is_first_rank and self._count % get_tp_group().world_size == get_tp_group().rank_in_group
+
+    def told(self, collected: bytes, requests: list[Request], wanted: set[str]) -> bytes:
+        """What nnsight collects on this rank, and what the rank tells besides: nnsight itself has rank 0 alone tell."""
+        told = [request for request in requests if request.told_here and (request.answer or request.error)]
+        if not told or get_pp_group().rank == 0:
+            return collected
+        entries = pickle.loads(collected)
+        for request in told:
+            engine_id, index = request.key(wanted)
+            entry = entries[engine_id]
+            entry["sequences"][index]["saves"] = request.answer
+            if not index:
+                entry["saves"] = request.answer
+            if entry["error"] is None:
+                entry["error"] = request.deferred()
+        return pickle.dumps(entries)
 
     def register(self, registration_id: str, payload: bytes, persistent_objects: dict, name: str | None = None) -> None:
         """Take a block that is to run for every request from now on."""
         stream = f"edit {len(self.templates)}"
-        self.templates[registration_id] = Arrived(payload, self.tree, self.arenas, stream).mediator
+        self.templates[registration_id] = arrive(payload, self.tree, self.arenas, stream)
         self.names[registration_id] = name
 
     def add(self, new_requests: list, persistent_objects: dict) -> None:
@@ -97,14 +121,14 @@ class Requests(vllm_port.Requests):
             if data.req_id in self.requests:
                 continue  # put aside before, and taken up again
             request = self.requests[data.req_id] = Request(data.req_id)
+            request.answer, request.told_here = {}, self._told_here()
             extra = getattr(data.sampling_params, "extra_args", None) or {}
             request.traced = BLOCK in extra
             self.install(request, extra.get("nnsight_edits"))
             if BLOCK in extra:
                 try:
-                    request.mediator = Arrived(
-                        extra[BLOCK], self.tree, self.arenas, extra.get(STREAM, 0) + request.index
-                    ).mediator
+                    stream = extra.get(STREAM, 0) + request.index
+                    request.mediator = arrive(extra[BLOCK], self.tree, self.arenas, stream)
                 except Exception as error:
                     request.error = deferred(error)
             if request.mediator is not None:

@@ -90,6 +90,14 @@ class Runner(vllm_port.NNsightGPUModelRunner):
             self.nnsight_requests.record_saves()
         return ending(output, [request.id for request in self.nnsight_requests.requests.values() if request.ended])
 
+    def collect_nnsight(
+        self, request_ids: list[str], finished_request_ids: list[str] | None = None, outputs: dict | None = None
+    ) -> bytes | None:
+        wanted = {*request_ids, *(finished_request_ids or ())}
+        requests = [request for request in self.nnsight_requests.requests.values() if request.named(wanted)]
+        collected = super().collect_nnsight(request_ids, finished_request_ids, outputs)
+        return None if collected is None else self.nnsight_requests.told(collected, requests, wanted)
+
     def _finish_erred(self, sampler_output: Any) -> None:
         """Nothing: the scheduler is told."""
 

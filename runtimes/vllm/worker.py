@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
 from interleave.errors import InterleaveError
 
+from .allocator import keep_freed_memory
 from .arenas import Arenas
 from .declaring import declare
 from .runner import CONFIG, mixed
@@ -40,6 +41,8 @@ class Worker(platform_worker()):  # type: ignore[misc]
         wanted = self.vllm_config.additional_config.get(CONFIG, {})
         if "client" in wanted:
             end_with(Client(*wanted["client"]), Arenas(*wanted["arenas"]).end)
+        if current_platform.is_cpu():
+            keep_freed_memory()
         super().init_device()
         runner = self.model_runner
         if not isinstance(runner, GPUModelRunner):

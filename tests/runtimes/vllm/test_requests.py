@@ -109,6 +109,25 @@ def test_edits_at_some_steps_change_what_transformers_changes(engine: Any, origi
     assert ours[1].tolist() != steps_of(engine, PROMPT, 6, ignore_eos=True)[2].tolist()
 
 
+@pytest.mark.parametrize("place", ["input", "output"])
+@pytest.mark.parametrize("way", ["data", "numpy"])
+def test_a_write_into_the_stream_that_no_version_counter_tells_reaches_the_model(
+    engine: Any, original: Any, place: str, way: str
+) -> None:
+    found = []
+    for model in (engine, original):
+        with torch.no_grad(), model.trace(torch.tensor([PROMPT])):
+            before = getattr(model.model.layers[1], place)
+            memory = before.data if way == "data" else before.detach().numpy()
+            memory[:, 2] *= -3.0
+            logits = model.lm_head.output.save()
+        found.append(logits)
+    close(*found)
+    with torch.no_grad(), original.trace(torch.tensor([PROMPT])):
+        plain = original.lm_head.output.save()
+    assert (found[1] - plain).abs().max() > 1e-2 * plain.abs().max()
+
+
 def test_a_single_step_can_be_named(engine: Any) -> None:
     streams, _, _ = steps_of(engine, PROMPT, 5, ignore_eos=True)
     with engine.generate(PROMPT, max_new_tokens=5, ignore_eos=True) as tracer:
