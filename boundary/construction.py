@@ -312,7 +312,7 @@ def _decider(plan: StagePlan, bound: StageExit, fusions: Any) -> Decider:
         return Decider(bound)
     needs_consumer = runtime.lora or (decl.sparse and runtime.shared_expert_tp1)
     over, rows = bound.output.sum, bound.output.rows
-    # A fused consumer moves no rows, so it takes sums that land where their terms are.
+    # A fused all-reduce moves no rows, so it is for sums that land where their terms are.
     fusable = over is not None and over.group is runtime.parallel.tp and rows == bound.output.lands
 
     def takes_sum(batch: ForwardBatch) -> bool:

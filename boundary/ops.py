@@ -169,6 +169,16 @@ class RowMover:
             self._sliced(target).sharded - source.sharded,
         )
 
+    def shares(self, over: BoundSum, source: Layout, target: Layout, facts: RowFacts) -> list[int] | None:
+        """How many rows of `target` each rank of the group keeps, where one reduce-scatter is all that
+        `reduce_scatter` does. None where there are no rows, or padding to blank, or slices to gather after: the same
+        on all ranks.
+        """
+        if over.axes != target.sharded - source.sharded or facts.live != facts.padded:
+            return None
+        counts = self._counts(target, over.group.ranks, facts)
+        return counts if any(counts) else None
+
     def _sliced(self, layout: Layout) -> Layout:
         return Layout(layout.sharded | self.topology.axes(ATTN_TP_SCATTER))
 

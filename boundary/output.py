@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
@@ -77,6 +77,15 @@ class Owed:
         bare = self.rows == self.lands and not self.scatter and self.transform is None and not self.handoff
         return self.sum if bare else None
 
+    def scatter_rows(self, target: Layout, mover: RowMover) -> Layout | None:
+        """The rows on which a reduce-scatter leaves the sum on its way to `target`; None where none completes it."""
+        if self.sum is None or (self.transform is not None and not self.transform.before_reduce_scatter):
+            return None
+        retargets = self.rows == self.lands and self.rows != target and self.rows.contains(target)
+        if not self.scatter and not (retargets and mover.can_scatter(self.sum, self.rows, target)):
+            return None
+        return target if retargets else self.lands
+
     def run(self, value: Tensor | HandoffOutput, target: Layout, mover: RowMover, facts: RowFacts) -> Tensor:
         """Do the work, and move the rows from `lands` to `target`. Every rank of the groups calls it.
 
@@ -85,10 +94,8 @@ class Owed:
         if isinstance(value, HandoffOutput):
             value = value.complete()
         elif self.sum is not None:
-            retargets = self.rows == self.lands and self.rows != target and self.rows.contains(target)
-            lands = target if retargets else self.lands
-            scatters = self.scatter or (retargets and mover.can_scatter(self.sum, self.rows, target))
-            if scatters and (self.transform is None or self.transform.before_reduce_scatter):
+            lands = self.scatter_rows(target, mover)
+            if lands is not None:
                 if self.transform is not None:
                     value = self.transform.apply(value)
                 value = mover.reduce_scatter(value, self.sum, self.rows, lands, facts)
@@ -139,6 +146,13 @@ class Contribution:
             done = self.owed.run(value, target, self.mover, self.facts)
         self.value, self.owed, self.rows = done, None, target
         return done
+
+    def transform_term(self) -> None:
+        """Run a transform that goes before the reduce-scatter, and owe it no more."""
+        if self.owed is not None and self.owed.transform is not None:
+            assert isinstance(self.value, Tensor)
+            self.value = self.owed.transform.apply(self.value)
+            self.owed = replace(self.owed, transform=None)
 
     def completed_copy(self) -> Tensor:
         """What `complete` would return, on memory of its own; this contribution still owes what it owed."""

@@ -15,12 +15,13 @@ from .boundary import StageEntry
 from .contracts import Order
 from .forward import ForwardBatch
 from .layout import FULL, Layout, SumGroup
-from .output import Contribution, Output
+from .output import Contribution, Output, Owed
 from .residual import LayerResidual
 from .residual.add_norm import wide
 from .residual.stream import ResidualStream
 
 if TYPE_CHECKING:
+    from .fusions import Fused, FusedInput
     from .residual.access import AuxHiddenStateList
 
 Capture = Callable[..., None]
@@ -219,21 +220,50 @@ def _fused(
     """
     owed, rows = contribution.owed, entry.edge.input.read_rows
     assert owed is not None
-    movable = owed.rows == owed.lands == rows == residual.rows and (owed.plain_sum is not None or owed.handoff)
-    if not movable or owed.transform is not None:
-        return None
-    value = contribution.value
+    counts = _shares(contribution, owed, rows) if residual.rows.contains(rows) else None
+    if counts is None:
+        movable = owed.rows == owed.lands == rows == residual.rows and (owed.plain_sum is not None or owed.handoff)
+        if not movable or owed.transform is not None:
+            return None
     for candidate in entry.candidates:
         matches = candidate.accepts_handoff if owed.handoff else (
             owed.sum is not None and not candidate.accepts_handoff and candidate.sum_group is owed.sum.name
         )  # fmt: skip
-        if not matches or (made := candidate.run(value, owed.sum, residual.tensor, entry.norm)) is None:
+        if not matches:
+            continue
+        if counts is None:
+            made = candidate.run(contribution.value, owed.sum, residual.tensor, entry.norm)
+        else:
+            made = _scattered(entry, candidate, contribution, counts, residual.moved(rows, entry.mover, batch.rows))
+        if made is None:
             continue
         contribution.take()
         normalized, updated = made
         formatted = getattr(entry.read, "formatted", None)
         return normalized if formatted is None else formatted(normalized), LayerResidual(updated, rows)
     return None
+
+
+def _shares(contribution: Contribution, owed: Owed, rows: Layout) -> list[int] | None:
+    """How many rows each rank keeps, where one reduce-scatter leaves the sum on `rows` and no more is to be done."""
+    mover = contribution.mover
+    if owed.sum is None or owed.scatter_rows(rows, mover) != rows:
+        return None
+    return mover.shares(owed.sum, owed.rows, rows, contribution.facts)
+
+
+def _scattered(
+    entry: StageEntry, candidate: FusedInput, contribution: Contribution, counts: list[int], residual: LayerResidual
+) -> Fused | None:
+    """What a candidate makes of a sum that a reduce-scatter completes on the residual's rows. Before it is asked, a
+    transform runs that goes before the sum.
+    """
+    assert contribution.owed is not None and contribution.owed.sum is not None
+    if candidate.scatter is None:
+        return None
+    contribution.transform_term()
+    assert isinstance(contribution.value, Tensor)
+    return candidate.scatter(contribution.value, contribution.owed.sum, counts, residual.tensor, entry.norm)
 
 
 def _join(

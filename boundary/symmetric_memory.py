@@ -1,4 +1,4 @@
-"""Memory on every rank's GPU that the kernels of all ranks see, for completing sums (`kernels/all_reduce_add_norm`).
+"""Memory on every rank's GPU that the kernels of all ranks see, for completing sums (`kernels/meeting.py`).
 
 It is made before it is used, and before a CUDA graph is recorded: what fits into it is fixed then.
 """

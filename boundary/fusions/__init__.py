@@ -1,9 +1,10 @@
 """Fused completions of a stage's input, and who offers them.
 
-A *candidate* does in one operation what an input path does in several: complete the sum, add the residual,
-normalize. A provider is given to a layer's stages as their `fusions` option, and its candidates are tried in
-order, before the built-in one. A candidate that declines returns None, before it has modified an input or
-started a collective, and decides so from facts that all ranks share: the path then goes on without it.
+A *candidate* does in one operation what an input path does in several: complete the sum, by an all-reduce or a
+reduce-scatter, add the residual, normalize. A provider is given to a layer's stages as their `fusions` option, and
+its candidates are tried in order, before the built-in one. A candidate that declines returns None, before it has
+modified an input or started a collective, and decides so from facts that all ranks share: the path then goes on
+without it.
 """
 
 from __future__ import annotations
@@ -38,14 +39,18 @@ class FusedInput:
         sum_group: The sum it completes. Contributions that owe another one are not offered.
         run: `run(value, sum, residual, norm)`, all rows of one rank; None to decline.
         accepts_handoff: It takes `HandoffOutput`s instead of terms of a sum.
-        leaves_residual: For how many rows the residual tensor is certainly not written to, whatever `run`
-            answers.
+        leaves_residual: For how many rows the residual tensor is certainly not written to, whatever is
+            answered.
+        scatter: `scatter(term, sum, counts, residual, norm)`, where one reduce-scatter completes the sum: rank
+            `i` of the group keeps `counts[i]` rows of it, and the residual has this rank's, of which there may
+            be none. None to decline; None in its place offers nothing.
     """
 
     sum_group: SumGroup
     run: Callable[[Any, BoundSum | None, Tensor, Norm], Fused | None]
     accepts_handoff: bool = False
     leaves_residual: Callable[[int], bool] = _never
+    scatter: Callable[[Tensor, BoundSum, Sequence[int], Tensor, Norm], Fused | None] | None = None
 
 
 @dataclass(frozen=True)

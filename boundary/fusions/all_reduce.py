@@ -19,6 +19,7 @@ from ..kernels import all_reduce_add_norm as kernel
 from ..kernels.add_norm.naive import accumulator
 from ..kernels.moe_finalize import moe_finalize
 from ..kernels.norms import formula_of
+from ..kernels.reduce_scatter_add_norm import reduce_scatter_add_norm
 from ..layout import SumGroup
 from ..ops import differentiable, summed
 from ..output import HandoffOutput
@@ -49,9 +50,7 @@ def all_reduce_add_norm(term: Tensor, over: BoundSum | None, residual: Tensor, n
 
 def fused_sum(term: Tensor, over: BoundSum | None, residual: Tensor, norm: Norm) -> Fused | None:
     """`all_reduce_add_norm` for any number of rows."""
-    weight = getattr(norm, "weight", None)
-    same_dtype = term.dtype == residual.dtype and (weight is None or weight.dtype == term.dtype)
-    if over is None or not term.shape[0] or not same_dtype:
+    if over is None or not term.shape[0] or not _one_dtype(term, residual, norm):
         return None
     key = f"sum over {over.name.value}"
     formula = formula_of(norm, accumulator(term.dtype))
@@ -59,6 +58,26 @@ def fused_sum(term: Tensor, over: BoundSum | None, residual: Tensor, norm: Norm)
         return _of_unrounded_sum(term, over, residual, norm, key)
     normed, total = kernel.all_reduce_add_norm(term, over.group, residual, formula, key)
     return (norm(total) if normed is None else normed), total
+
+
+def fused_scatter(term: Tensor, over: BoundSum, counts: Sequence[int], residual: Tensor, norm: Norm) -> Fused | None:
+    """`fused_sum` of which each rank keeps its own rows. Declines a norm that no kernel knows and that takes the sum
+    before it is rounded.
+    """
+    formula = formula_of(norm, accumulator(term.dtype))
+    takes_unrounded = formula is None and hasattr(norm, "of_sum")
+    if not term.shape[0] or not _one_dtype(term, residual, norm) or takes_unrounded:
+        return None
+    key = f"sum over {over.name.value}, scattered"
+    normed, total = reduce_scatter_add_norm(term, counts, over.group, residual, formula, key)
+    if normed is None:
+        normed = norm(total) if total.shape[0] else total.clone()
+    return normed, total
+
+
+def _one_dtype(term: Tensor, residual: Tensor, norm: Norm) -> bool:
+    weight = getattr(norm, "weight", None)
+    return term.dtype == residual.dtype and (weight is None or weight.dtype == term.dtype)
 
 
 def _of_unrounded_sum(term: Tensor, over: BoundSum, residual: Tensor, norm: Norm, key: str) -> Fused:

@@ -1,4 +1,5 @@
-"""The fusion of sum, residual and norm in one pass, whatever the size, for the groups that have a kernel for it.
+"""The fusion of sum, residual and norm in one pass, whatever the size, for the groups that have kernels for it: one
+that gives every rank all rows, and one that gives each its own.
 
 Which groups these are is what providers of this kind differ in (`shared_memory.py`, `triton.py`), and is the same on
 all ranks of a group; sums of others are declined. Sums are taken in rank order in any case, so there is no other mode
@@ -22,7 +23,7 @@ from ..output import HandoffOutput
 from ..parallel import BoundSum
 from ..residual import Norm
 from . import Fused, FusedAttentionInput, FusedMlpInput
-from .all_reduce import SumHandoff, fused_sum
+from .all_reduce import SumHandoff, fused_scatter, fused_sum
 
 if TYPE_CHECKING:
     from ..construction import StagePlan
@@ -51,12 +52,12 @@ class OnePassFusion:
     def attention_input(self, plan: StagePlan) -> Sequence[FusedAttentionInput]:
         return [
             FusedAttentionInput(SumGroup.MOE_OUTPUT, self._finalize, accepts_handoff=True, leaves_residual=_any),
-            FusedAttentionInput(SumGroup.MOE_OUTPUT, self._sum, leaves_residual=_any),
-            FusedAttentionInput(SumGroup.TP, self._sum, leaves_residual=_any),
+            FusedAttentionInput(SumGroup.MOE_OUTPUT, self._sum, leaves_residual=_any, scatter=self._scatter),
+            FusedAttentionInput(SumGroup.TP, self._sum, leaves_residual=_any, scatter=self._scatter),
         ]
 
     def ffn_input(self, plan: StagePlan) -> Sequence[FusedMlpInput]:
-        return [FusedMlpInput(SumGroup.ATTN_TP, self._sum, leaves_residual=_any)]
+        return [FusedMlpInput(SumGroup.ATTN_TP, self._sum, leaves_residual=_any, scatter=self._scatter)]
 
     def can_defer_finalize(self, plan: StagePlan, forward_batch: ForwardBatch) -> bool:
         return self.finalizes and forward_batch.rows.tokens > 0
@@ -83,6 +84,11 @@ class OnePassFusion:
         if over is None or not self.serves(over.group):
             return None
         return fused_sum(term, over, residual, norm)
+
+    def _scatter(
+        self, term: Tensor, over: BoundSum, counts: Sequence[int], residual: Tensor, norm: Norm
+    ) -> Fused | None:
+        return fused_scatter(term, over, counts, residual, norm) if self.serves(over.group) else None
 
     def _finalize(self, value: Any, over: BoundSum | None, residual: Tensor, norm: Norm) -> Fused | None:
         if not isinstance(value, SumHandoff) or not self.serves(value.over.group):

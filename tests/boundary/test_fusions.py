@@ -9,11 +9,12 @@ from stacks.decoders import Decoder
 from stacks.worlds import batch_of, build, on_threads
 from torch import nn
 
-from boundary import HandoffOutput, Topology, declare_attn, declare_ffn
+from boundary import HandoffOutput, PaddingMode, Topology, declare_attn, declare_ffn, get_forward
 from boundary.collectives import record
 from boundary.fusions import FusedAttentionInput, FusedMlpInput
-from boundary.fusions.all_reduce import ReferenceProvider, all_reduce_add_norm
+from boundary.fusions.all_reduce import ReferenceProvider, all_reduce_add_norm, fused_scatter
 from boundary.layout import FULL, SumGroup
+from boundary.output import OutputTransform
 from boundary.residual import LayerResidual
 from boundary.residual import batch as residual_batch
 from boundary.residual.add_norm import AddNormRead, AddUpdate, GemmaRMSNorm, RMSNorm, add_norm
@@ -138,6 +139,139 @@ def test_the_built_in_fusion_declines_mixed_dtypes_and_too_many_rows():
 
     results, events = on_ranks(rank_main, attention_tp=2)
     assert all(results) and ops(events) == ["all_reduce"]
+
+
+class Scattering(Provider):
+    """The same for sums that a reduce-scatter completes."""
+
+    def _candidate(self, kind, name, group):
+        def scatter(term, over, counts, residual, layernorm):
+            self.order.append((name, counts))
+            return fused_scatter(term, over, counts, residual, layernorm) if self.answers.get(name, False) else None
+
+        return kind(group, super()._candidate(kind, name, group).run, scatter=scatter)
+
+
+def into_the_next_layer(make, batch, parallel, provider, *, transform=None, **prepare):
+    """Through a layer to the next attention's input: the producer's term, what was prepared, and what had to be."""
+    options = {} if provider is None else {"fusions": provider}
+    decl = declare_ffn(transform=transform)
+    attn, ffn = layer(make, ffn=decl)
+    second, _ = layer(make, previous=decl, options=options)
+    own, rows = batch.rows.cell(parallel.at)[0], batch.rows.model_rows
+    x, a = (rows_of(f"{name}{parallel.at.dp}", own) for name in "xa")
+    enter(attn, batch, x)
+    whole = rows_of("out", len(ffn.prepare(attn.finish(term_of(a, parallel.attention_tp), batch), batch)))
+    term = term_of(whole, parallel.tp)
+    with ffn.exit(batch) as output:
+        assert output.mlp_reduce_scatter and get_forward().skips_reduction
+    before, handle = term.clone(), output.finish(term)
+    prepared = second.prepare(handle, batch, **prepare)
+    assert torch.equal(term, before)
+    mover = second.plan.runtime.mover
+    added = mover.move(whole if transform is None else 2 * whole, FULL, rows, batch.rows)
+    total = x + a + added + prepare.get("post_residual_addition", 0)
+    assert torch.equal(batch.residual_stream.residual.tensor, total)
+    return torch.equal(prepared, norm("attn")(total)) if own else prepared.shape == (0, 8)
+
+
+@pytest.mark.parametrize("tokens", [(3, 1), (2, 2), (4, 0), (0, 1)])
+@pytest.mark.parametrize("answers, tried", [
+    ({"first": True}, ["first"]),
+    ({"second": True}, ["first", "second"]),
+    ({}, ["first", "second"]),
+])  # fmt: skip
+def test_a_reduce_scatter_is_offered_with_the_rows_that_every_rank_keeps(answers, tried, tokens):
+    """Also on ranks that keep none. Whoever completes, the result and what is sent are the same."""
+    orders, kinds = [[], []], []
+    for fused in (True, False):
+
+        def rank_main(parallel, batch, make, fused=fused):
+            provider = Scattering(orders[parallel.rank], **answers) if fused else None
+            return into_the_next_layer(make, batch, parallel, provider)
+
+        results, events = on_ranks(
+            rank_main, tokens=tokens, padding=PaddingMode.SUM_LEN, attention_dp=2, runtime={"boundary_reduction": "rsv"}
+        )
+        assert all(results) and ops(events) == ["all_gather", "reduce_scatter"]
+        kinds.append(sorted((event.rank, event.op, event.nbytes) for event in events))
+    assert orders == [[(name, list(tokens)) for name in tried]] * 2 and kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("what", ["an addition", "a capture", "padding", "a gather after it"])
+def test_a_reduce_scatter_is_not_offered_with(what):
+    orders = [[] for _ in range(4)]
+
+    def rank_main(parallel, batch, make):
+        prepare = {}
+        if what == "an addition":
+            prepare["post_residual_addition"] = rows_of("extra", 4)
+        if what == "a capture":
+            prepare["capture_output"] = lambda value, owned=False: None
+        provider = Scattering(orders[parallel.rank], first=True)
+        return into_the_next_layer(make, batch, parallel, provider, **prepare)
+
+    results, events = on_ranks(
+        rank_main, tokens=(3 if what == "padding" else 4, 4), padding=PaddingMode.MAX_LEN, attention_dp=2,
+        attention_tp=2 if what == "a gather after it" else 1, runtime={"boundary_reduction": "rs"},
+    )  # fmt: skip
+    assert all(results) and orders == [[]] * 4 and "reduce_scatter" in ops(events)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_transform_runs_before_the_reduce_scatter_and_once(takes):
+    order = [[], []]
+
+    def rank_main(parallel, batch, make):
+        def double(value):
+            order[parallel.rank].append("transform")
+            return 2 * value
+
+        provider = Scattering(order[parallel.rank], second=takes)
+        transform = OutputTransform(double, before_reduce_scatter=True)
+        return into_the_next_layer(make, batch, parallel, provider, transform=transform)
+
+    results, _ = on_ranks(
+        rank_main, tokens=(3, 1), padding=PaddingMode.SUM_LEN, attention_dp=2, runtime={"boundary_reduction": "rsv"}
+    )
+    assert all(results) and order == [["transform", ("first", [3, 1]), ("second", [3, 1])]] * 2
+
+
+@pytest.mark.parametrize("rows, counts", [(5, [3, 2]), (1, [1, 0]), (0, None)])
+def test_a_reduce_scatter_of_attentions_sum_onto_slices_is_offered(rows, counts):
+    """The residual is cut to the slices first."""
+    orders = [[], []]
+
+    def rank_main(parallel, batch, make):
+        provider = Scattering(orders[parallel.rank], first=True)
+        attn, ffn = layer(make, ffn=declare_ffn(sparse=True), options={"fusions": provider})
+        enter(attn, batch, rows_of("x", rows))
+        prepared = ffn.prepare(attn.finish(term_of(rows_of("a", rows), parallel.attention_tp), batch), batch)
+        total = (rows_of("x", rows) + rows_of("a", rows)).tensor_split(2)[parallel.rank]
+        assert torch.equal(batch.residual_stream.residual.tensor, total)
+        return torch.equal(prepared, norm("ffn")(total))
+
+    results, events = on_ranks(rank_main, tokens=(rows,), attention_tp=2, runtime={"a2a_backend": "all_to_all"})
+    assert all(results) and orders == [[("first", counts)] if counts else []] * 2
+    assert ops(events) == (["reduce_scatter"] if counts else [])
+
+
+def test_a_fused_reduce_scatter_declines_mixed_dtypes_and_norms_that_take_the_unrounded_sum():
+    class Subclass(RMSNorm):
+        pass
+
+    def rank_main(parallel, batch, make):
+        over, own = parallel.bound_sum(SumGroup.TP), 2 * (parallel.rank == 0)
+        half, full = torch.ones(2, 8, dtype=torch.bfloat16), torch.ones(2, 8)
+        assert fused_scatter(half, over, [2, 0], half[:own], RMSNorm(8)) is None
+        assert fused_scatter(full, over, [2, 0], half[:own], RMSNorm(8)) is None
+        assert fused_scatter(full, over, [2, 0], full[:own], Subclass(8)) is None
+        assert fused_scatter(full[:0], over, [0, 0], full[:0], RMSNorm(8)) is None
+        assert fused_scatter(full, over, [2, 0], full[:own], RMSNorm(8)) is not None
+        return True
+
+    results, events = on_ranks(rank_main, attention_tp=2)
+    assert all(results) and ops(events) == ["reduce_scatter"]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -269,6 +403,27 @@ def test_norms_do_not_run_without_rows():
     residual = LayerResidual(empty, FULL)
     assert read.read(residual, fails)[0].shape == (0, 4)
     assert read.update_and_read(AddUpdate(), empty, residual, fails)[0].shape == (0, 4)
+
+
+def test_a_norm_that_no_kernel_knows_does_not_run_on_a_rank_that_keeps_no_rows():
+    def rank_main(parallel, batch, make):
+        kept, calls = [0, 3][parallel.rank], []
+        residual = torch.ones(kept, 8, requires_grad=True)
+
+        def twice(value):
+            calls.append(value.shape[0])
+            return 2 * value
+
+        with torch.enable_grad():
+            over = parallel.bound_sum(SumGroup.TP)
+            made = fused_scatter(torch.ones(3, 8), over, [0, 3], residual, twice)
+        assert made is not None
+        normed, total = made
+        assert torch.equal(total, torch.full((kept, 8), 3.0)) and torch.equal(normed, 2 * total)
+        assert normed.requires_grad
+        return calls
+
+    assert on_ranks(rank_main, attention_tp=2)[0] == [[], [3]]
 
 
 def quantize(rows):

@@ -1,15 +1,8 @@
-"""`all_reduce_add_norm` through Triton, in memory of every rank's GPU that all of them see: one kernel, one launch.
+"""`all_reduce_add_norm` through Triton, in memory of every rank's GPU that all of them see (`kernels/meeting.py`).
 
-Its programs are as many on every rank and at every call, and program `p` of a rank waits for program `p` of the others
-alone. It copies its rows of the term to its own memory, meets the others, and adds up what all of them brought, in rank
-order. In one shot every rank does so for all rows. In two, for which less is read, a rank does it for its share of the
-rows, leaves the results in its own memory too, meets the others again, and copies theirs.
-
-Two slots take turns, as in `boundary/compiled/channel.c`: that a rank has come to a meeting says that it is done with
-the call before, so nobody reads any more what is written over next. Which one is next is kept on the GPU, so that a
-recorded graph may be replayed.
-
-A wait has no end of its own: a rank that never comes leaves the others' GPUs waiting, as nccl's kernels do.
+Once the ranks have met, each adds up what all of them brought, in rank order. In one shot every rank does so for all
+rows. In two, for which less is read, a rank does it for its share of the rows, leaves the results in its own memory
+too, meets the others again, and copies theirs.
 """
 
 from __future__ import annotations
@@ -20,40 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ...symmetric_memory import PROGRAMS, REGIONS, Workspace
-from .. import gpu
-from ..add_norm.triton import POINTERS, contiguous, norm_row
+from .. import gpu, meeting
+from ..add_norm.triton import contiguous, norm_row
 from ..host import rows_of
+from ..meeting import COLLECT, COPY, EVERYTHING, LONGEST, MEET, SUM, TAKE_TURNS, bring, meet, sum_of_ranks, warps
 from ..norms import Kind, NormFormula
 
-#: The longest row that the registers of a program hold.
-LONGEST = 8192
 #: From so many bytes of a term on, two shots read so much less that they are worth a second meeting. Not measured.
 TWO_SHOTS = 1 << 19
-
-#: The parts of a call; a kernel runs all of them but under Triton's interpreter, which runs ranks one after another.
-COPY, MEET, SUM, COLLECT, TAKE_TURNS = (tl.constexpr(1 << part) for part in range(5))
-EVERYTHING = 31
-
-
-@triton.jit
-def meet(flags, program, rank, SIZE: tl.constexpr):
-    """Wait until this program of every rank is here. What each has written before, all see afterwards.
-
-    `flags` has the address of every rank's flags: of each program one for every rank, which that rank raises, once it
-    is down, and the owner takes down.
-    """
-    tl.debug_barrier()
-    for step in tl.static_range(1, SIZE):  # type: ignore[reportGeneralTypeIssues]
-        peer = (rank + step) % SIZE
-        raised = tl.load(flags + peer).to(tl.pointer_type(tl.int32)) + program * SIZE + rank
-        while tl.atomic_cas(raised, 0, 1, sem="release", scope="sys") != 0:
-            pass
-    for step in tl.static_range(1, SIZE):  # type: ignore[reportGeneralTypeIssues]
-        peer = (rank + step) % SIZE
-        awaited = tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + program * SIZE + peer
-        while tl.atomic_cas(awaited, 1, 0, sem="acquire", scope="sys") != 1:
-            pass
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -70,19 +37,12 @@ def _complete(
     slot = turn.to(tl.int64) * slot_stride
     own = tl.load(slots + rank).to(term.dtype) + slot
     if COPY & PARTS:
-        for row in range(program, rows, programs):
-            value = tl.load(term + row * term_stride + at, mask=inside)
-            tl.store(own + row * hidden + at, value, mask=inside)
+        bring(term, own, program, rows, term_stride, hidden, at, inside)
     if MEET & PARTS:
         meet(flags, program, rank, SIZE)
     if SUM & PARTS:
         for row in range(program + rank * programs * TWO, rows, programs * (1 + (SIZE - 1) * TWO)):
-            place = tl.load(slots).to(term.dtype) + slot + row * hidden + at
-            added = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-            for peer in range(1, SIZE):
-                place = tl.load(slots + peer).to(term.dtype) + slot + row * hidden + at
-                added += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-            added += tl.load(residual + row * residual_stride + at, mask=inside, other=0.0).to(tl.float32)
+            added = sum_of_ranks(slots, term, slot + row * hidden, residual, row * residual_stride, at, inside, SIZE)
             rounded = added.to(total.dtype.element_ty)
             tl.store(total + row * hidden + at, rounded, mask=inside)
             if TWO:
@@ -121,14 +81,7 @@ def all_reduce_add_norm(
 
 def takes(term: Tensor, workspace: Workspace, residual: Tensor, formula: NormFormula | None) -> bool:
     """Whether the term's sum is for the kernel."""
-    parameters = [] if formula is None else [one for one in (formula.weight, formula.bias) if one is not None]
-    if term.dim() != 2 or not term.numel() or term.shape != residual.shape or term.shape[1] > LONGEST:
-        return False
-    if term.dtype not in POINTERS or residual.dtype != term.dtype or not gpu.runs(term, residual, *parameters):
-        return False
-    if any(one.shape != term.shape[1:] or one.dtype not in POINTERS for one in parameters):
-        return False
-    return term.nbytes <= workspace.capacity
+    return term.shape == residual.shape and meeting.takes(term, workspace, residual, formula)
 
 
 def launch(
@@ -154,14 +107,9 @@ def launch(
         _complete, (PROGRAMS,), workspace.slots, workspace.flags, workspace.turns, term, residual,
         contiguous(formula.weight), contiguous(formula.bias), normed, total, term_stride, residual_stride,
         workspace.rank, rows, hidden, capacity, REGIONS * capacity, formula.eps, formula.offset,
-        num_warps=_warps(block), SIZE=workspace.size, PARTS=parts, TWO=int(two_shots),
+        num_warps=warps(block), SIZE=workspace.size, PARTS=parts, TWO=int(two_shots),
         LAYER=formula.kind is Kind.LAYER, BLOCK=block,
     )  # fmt: skip
-
-
-def _warps(block: int) -> int:
-    """8 elements to a thread, since several ranks' are on their way at a time."""
-    return min(max(block // 256, 1), 32)
 
 
 def _compiled() -> list[gpu.Variant]:
@@ -173,7 +121,7 @@ def _compiled() -> list[gpu.Variant]:
         tensors = dict.fromkeys(("term", "residual", "weight", "bias", "normed", "total"), pointer)
         for two in (False, True):
             constants = {"SIZE": size, "PARTS": EVERYTHING, "TWO": int(two), "LAYER": two, "BLOCK": block}
-            variants.append(gpu.Variant(_complete, shared | tensors | numbers, constants, _warps(block)))
+            variants.append(gpu.Variant(_complete, shared | tensors | numbers, constants, warps(block)))
     return variants
 
 

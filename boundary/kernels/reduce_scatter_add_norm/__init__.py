@@ -1,6 +1,6 @@
 """Complete a sum over ranks of which each keeps its own rows, add the residual and normalize, in one pass.
 
-The path through shared memory is that of `all_reduce_add_norm`.
+The paths are those of `all_reduce_add_norm`, asked in the same order; the one through shared memory is the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...collectives import Group
+from ...collectives import Group, NcclGroup
+from ...symmetric_memory import workspace_of
 from ..all_reduce_add_norm.cpu import sum_add_norm
 from ..norms import NormFormula
 from ..summing import Results, in_steps, recorded, summing
@@ -48,15 +49,29 @@ def reduce_scatter_add_norm(
             f"{tuple(residual.shape)}"
         )
 
-    def run() -> Results:
-        made = sum_add_norm(term, group, residual, formula, counts, key)
-        return in_steps(naive.terms_of(term, counts, group, key), residual, formula) if made is None else made
-
     def gathered(gradient: Tensor) -> Tensor:
         shapes = [(count, *gradient.shape[1:]) for count in counts]
         return torch.cat(group.all_gather(gradient, shapes, f"gradient of {key}"))
 
-    return summing(term, residual, formula, run, gathered) if recorded(term, residual, formula) else run()
+    if not recorded(term, residual, formula):
+        return _run(term, counts, group, residual, formula, key)
+    return summing(term, residual, formula, lambda: _run(term, counts, group, residual, formula, key), gathered)
+
+
+def _run(
+    term: Tensor, counts: Sequence[int], group: Group, residual: Tensor, formula: NormFormula | None, key: str
+) -> Results:
+    workspace = workspace_of(group) if isinstance(group, NcclGroup) else None
+    if workspace is not None:
+        from . import triton
+
+        made = triton.reduce_scatter_add_norm(term, counts, workspace, residual, formula)
+        if made is not None:
+            own = made[1].nbytes
+            group.note("reduce_scatter", term.nbytes - own + (group.size - 1) * own, key)
+            return made
+    made = sum_add_norm(term, group, residual, formula, counts, key)
+    return in_steps(naive.terms_of(term, counts, group, key), residual, formula) if made is None else made
 
 
 __all__ = ["reduce_scatter_add_norm"]

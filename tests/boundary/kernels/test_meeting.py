@@ -1,27 +1,28 @@
-"""How ranks wait for each other in `all_reduce_add_norm/triton.py`, as a model of which every order of steps is tried.
+"""How ranks wait for each other in `boundary/kernels/meeting.py`, as a model of which every order of steps is tried.
 
 A rank is a list of atomic steps: it writes a slot, raises a flag at a peer once that is down, takes down its own flag
 for a peer once that is up, and reads a peer's slot. The flags and the slots are all that ranks share. A protocol holds
-if in no order a rank reads another call's value, and in no state before the end everybody waits.
+if in no order a rank reads another call's value, and in no state before the end everybody waits. A call has one shot or
+two, as an all-reduce; a reduce-scatter is one shot of which a rank may read less, and nobody waits for a read.
 """
 
 from __future__ import annotations
 
 import pytest
 
-CALLS = 4
+ONE, TWO, MIXED = (1, 1, 1, 1), (2, 2, 2, 2), (1, 2, 2, 1)
 
 Step = tuple[str, int, int, int]
 State = tuple[tuple[int, ...], frozenset[tuple[int, int]], frozenset[tuple[int, int, int, int]]]
 
 
-def steps(rank: int, size: int, two_shots: bool, slots: int, leave_out: str) -> list[Step]:
-    """`(what, peer or region, slot, call)` of one program of a rank, in its order."""
+def steps(rank: int, size: int, shots: tuple[int, ...], slots: int, leave_out: str) -> list[Step]:
+    """`(what, peer or region, slot, call)` of one program of a rank, in its order; `shots` are each call's."""
     peers = [(rank + step) % size for step in range(1, size)]
     made: list[Step] = []
-    for call in range(CALLS):
+    for call, regions in enumerate(shots):
         slot = call % slots
-        for region in range(2 if two_shots else 1):
+        for region in range(regions):
             made.append(("write", region, slot, call))
             made += [("raise", peer, 0, call) for peer in peers]
             made += [("await", peer, 0, call) for peer in peers]
@@ -29,10 +30,10 @@ def steps(rank: int, size: int, two_shots: bool, slots: int, leave_out: str) -> 
     return [step for step in made if step[0] != leave_out]
 
 
-def fault(size: int, two_shots: bool, *, slots: int = 2, leave_out: str = "", careless: bool = False) -> str:
+def fault(size: int, shots: tuple[int, ...], *, slots: int = 2, leave_out: str = "", careless: bool = False) -> str:
     """What goes wrong in some order of the ranks' steps; empty if nothing does. `careless`: flags are raised that are
     still up."""
-    programs = [steps(rank, size, two_shots, slots, leave_out) for rank in range(size)]
+    programs = [steps(rank, size, shots, slots, leave_out) for rank in range(size)]
     start: State = ((0,) * size, frozenset(), frozenset())
     seen, open_states = {start}, [start]
     while open_states:
@@ -69,14 +70,15 @@ def fault(size: int, two_shots: bool, *, slots: int = 2, leave_out: str = "", ca
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("two_shots", [False, True])
-def test_no_order_of_steps_goes_wrong(size: int, two_shots: bool):
-    assert fault(size, two_shots) == ""
+@pytest.mark.parametrize("shots", [ONE, TWO, MIXED])
+def test_no_order_of_steps_goes_wrong(size: int, shots: tuple[int, ...]):
+    assert fault(size, shots) == ""
 
 
 def test_what_it_rests_on_is_needed():
-    assert "reads" in fault(2, False, slots=1)
-    assert fault(2, True, slots=1) == ""  # its second meeting separates the calls
-    assert "reads" in fault(2, False, leave_out="await")
-    assert fault(2, False, leave_out="raise") == "everybody waits"
-    assert fault(2, False, careless=True) == "everybody waits"
+    assert "reads" in fault(2, ONE, slots=1)
+    assert fault(2, TWO, slots=1) == ""  # its second meeting separates the calls
+    assert "reads" in fault(2, MIXED, slots=1)
+    assert "reads" in fault(2, ONE, leave_out="await")
+    assert fault(2, ONE, leave_out="raise") == "everybody waits"
+    assert fault(2, ONE, careless=True) == "everybody waits"

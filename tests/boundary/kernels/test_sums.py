@@ -113,6 +113,12 @@ def test_fused_or_one_after_the_other_gives_the_same_bits(ranks: SharedThreads, 
                 apart = add_norm(group.all_reduce(term, "sum"), residual, norm_of)
                 assert fused[0] is not None
                 assert torch.equal(fused[0], apart[0]) and torch.equal(fused[1], apart[1])
+                counts = [rows // group.size + (rank < rows % group.size) for rank in range(group.size)]
+                own = residual.split(counts)[group.rank]
+                fused = reduce_scatter_add_norm(term, counts, group, own, norm_of, "fused part")
+                apart = add_norm(group.reduce_scatter(term, counts, "part"), own, norm_of)
+                assert fused[0] is not None
+                assert torch.equal(fused[0], apart[0]) and torch.equal(fused[1], apart[1])
 
     ranks.run(rank_main)
     run_world(ranks.size, rank_main)  # also where no memory is shared, and no pass does it all
@@ -231,7 +237,7 @@ def loss_of(results: tuple[Tensor | None, Tensor], weights: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["gemma", "layer"])
-@pytest.mark.parametrize("counts", [None, [3, 1]])
+@pytest.mark.parametrize("counts", [None, [3, 1], [0, 4]])
 def test_gradients_equal_one_process(kind: str, counts: list[int] | None):
     rows, hidden = 4, 6
     terms = [draw(rows, hidden, dtype=torch.float64, seed=rank) for rank in range(2)]

@@ -5,7 +5,7 @@ provider of their fusion in every stage, and the built-in fusion behind it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import stacks.decoders
@@ -16,22 +16,24 @@ from boundary import Runtime, Topology
 from boundary.collectives import SharedGroup
 from boundary.fusions.shared_memory import install_shared_memory_fusion
 
-from .. import test_decoders, test_processes
+from .. import test_decoders, test_gradients, test_processes
 from ..test_decoders import *  # noqa: F403
 from ..test_processes import assert_same_sequence, on_rank, stacks_main
 from .worlds import SharedThreadWorld
 
 
 class Fused:
-    """How often the library ran a sum together with the residual."""
+    """How often the library ran a sum together with the residual, and the rows that it dealt out."""
 
     count = 0
+    shares: ClassVar[list[tuple[int, ...]]] = []
 
 
 @pytest.fixture(autouse=True)
 def everything_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Fused]]:
     switch_on(monkeypatch.setattr)
     Fused.count = 0
+    Fused.shares.clear()
     yield Fused
 
 
@@ -42,9 +44,11 @@ def switch_on(patch: Any) -> None:
     sum_add_norm = SharedGroup.sum_add_norm
     provider = install_shared_memory_fusion(terminal_finalize=False)
 
-    def counted(self: SharedGroup, *args: Any, **options: Any) -> Any:
-        made = sum_add_norm(self, *args, **options)
+    def counted(self: SharedGroup, term: Any, residual: Any, norm: Any, counts: Any, key: str) -> Any:
+        made = sum_add_norm(self, term, residual, norm, counts, key)
         Fused.count += made is not None
+        if made is not None and counts is not None:
+            Fused.shares.append(tuple(counts))
         return made
 
     def build(parallel: Any, make: Any, **options: Any) -> Any:
@@ -54,7 +58,7 @@ def switch_on(patch: Any) -> None:
     patch(SharedGroup, "sum_add_norm", counted)
     patch(boundary.construction, "_candidates", lambda plan, fusions: candidates(plan, fusions or provider))
     patch(boundary.construction, "_decider", lambda plan, bound, fusions: decider(plan, bound, fusions or provider))
-    for module in (stacks.worlds, test_decoders, test_processes):
+    for module in (stacks.worlds, test_decoders, test_gradients, test_processes):
         patch(module, "build", build)
     patch(stacks.worlds, "ThreadWorld", SharedThreadWorld)
 
@@ -68,7 +72,36 @@ def test_the_library_ran_the_fused_sums(everything_on: type[Fused]):
     assert everything_on.count > 0
 
 
-def on_fused_rank(world: Any, topology: Topology, options: dict, names: list[str]) -> tuple[Any, int]:
+@pytest.mark.parametrize("test, arguments, shares", [
+    (test_decoders.test_decoders_equal_one_process, ((2, 1), "rs", test_decoders.DENSE * 2), {(4, 4)}),
+    (test_decoders.test_decoders_equal_one_process, ((2, 1), "rsv", test_decoders.MOE * 2), {(4, 4), (5, 2), (3, 0)}),
+    (test_decoders.test_decoders_equal_one_process, ((4, 1), "rsv", test_decoders.DENSE * 2), {(5, 2, 3, 1)}),
+    (test_decoders.test_an_all_to_all_moe_equals_one_process, ((1, 2),), {(2, 2), (3, 2), (2, 1)}),
+    (test_decoders.test_dense_ffns_on_slices_of_the_rows_equal_one_process, ((1, 2),), {(2, 2), (3, 2), (2, 1)}),
+    (test_decoders.test_scattered_batches_equal_one_process, ("sequence_parallel", "rs", 4), {(2, 2, 2, 2)}),
+    (test_decoders.test_scattered_batches_equal_one_process, ("sequence_parallel", "ar", 4), {(1, 0, 0, 0)}),
+    (test_decoders.test_scattered_batches_equal_one_process, ("input_scattered", "rs", 2), {(4, 4)}),
+])  # fmt: skip
+def test_the_library_ran_the_fused_reduce_scatters(everything_on: type[Fused], test, arguments, shares):
+    test(*arguments)
+    assert shares <= set(everything_on.shares)
+
+
+@pytest.mark.parametrize("dp, tp, options", [
+    (2, 1, {"boundary_reduction": "rsv"}),
+    (1, 2, {"sequence_parallel": True, "boundary_reduction": "rs"}),
+    (1, 4, {"sequence_parallel": True}),
+])  # fmt: skip
+def test_every_rank_gets_the_gradients_of_one_process_through_fused_reduce_scatters(
+    everything_on: type[Fused], dp, tp, options
+):
+    test_gradients.test_every_rank_gets_the_gradients_of_one_process(dp, tp, options)
+    assert everything_on.shares
+
+
+def on_fused_rank(
+    world: Any, topology: Topology, options: dict, names: list[str]
+) -> tuple[Any, int, set[tuple[int, ...]]]:
     saved: list[tuple[Any, str, Any]] = []
 
     def patch(owner: Any, name: str, value: Any) -> None:
@@ -77,8 +110,9 @@ def on_fused_rank(world: Any, topology: Topology, options: dict, names: list[str
 
     switch_on(patch)
     Fused.count = 0
+    Fused.shares.clear()
     try:
-        return on_rank(world, topology, stacks_main, options, names), Fused.count
+        return on_rank(world, topology, stacks_main, options, names), Fused.count, set(Fused.shares)
     finally:
         for owner, name, value in reversed(saved):
             setattr(owner, name, value)
@@ -95,9 +129,10 @@ def test_every_stack_equals_one_process_among_processes(pools, dp, tp, options):
     names = list(test_processes.stacks())
     topology = Topology(dp, 1, tp, moe_ep=dp * tp)
     results = pools(topology.tp).run(on_fused_rank, topology, options, names)
-    assert_same_sequence([event for (_, events), _ in results for event in events])
-    for rank, ((outputs, _), count) in enumerate(results):
-        assert dp > 1 or count > 0
+    assert_same_sequence([event for (_, events), _, _ in results for event in events])
+    for rank, ((outputs, _), count, shares) in enumerate(results):
+        assert count > 0
+        assert tp > 1 or shares == {(4, 4), (5, 2), (3, 0)}
         for (name, _, tokens), output in outputs.items():
             live = tokens[rank // tp]
             want = test_processes.stacks()[name][1](test_decoders.embedded(rank // tp, live))
