@@ -8,7 +8,7 @@
 #   make lint | format  ruff and pyright | ruff's rewriting; make lint-vllm: pyright where vLLM is known
 #   make docs           the site, in site/
 #   make notebooks      run the notebooks and store their output
-#   make bench          the benchmarks; make bench-vllm: those of the vLLM runtime
+#   make bench          the benchmarks; make bench-vllm: those of the vLLM runtime; make bench-gpu: on one CUDA GPU
 #
 # ARGS are handed on: make demo ARGS="path/to/model --tp 2", make test ARGS="-k layout".
 
@@ -22,7 +22,7 @@ ARGS   ?=
 # No test may reach for a model hub. Ranks share the cores with each other.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo demo-vllm test test-vllm test-latest lint lint-vllm format docs notebooks bench bench-vllm clean
+.PHONY: demo demo-vllm test test-vllm test-latest lint lint-vllm format docs notebooks bench bench-gpu bench-vllm clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -58,6 +58,9 @@ notebooks: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(TEST_ENV) $(BIN)/python -m tests.benchmarks.bracket $(ARGS)
 	$(TEST_ENV) $(BIN)/python -m tests.benchmarks.kernels
+
+bench-gpu: $(VENV)/.installed
+	$(TEST_ENV) $(BIN)/python -m tests.benchmarks.gpu $(ARGS)
 
 bench-vllm: $(VENV)/.vllm
 	$(TEST_ENV) VLLM_LOGGING_LEVEL=ERROR $(BIN)/python -m tests.benchmarks.vllm $(ARGS)

@@ -172,19 +172,34 @@ def _compile(compiler: list[str], path: Path) -> None:
 
 def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     """`lib`, with its functions' signatures."""
-    integer, size, word, address, text = (
+    integer, size, word, address, text, single, number = (
         ctypes.c_int,
         ctypes.c_int64,
         ctypes.c_uint64,
         ctypes.c_void_p,
         ctypes.c_char_p,
+        ctypes.c_float,
+        ctypes.c_double,
     )
+    norm = ctypes.POINTER(NormSpec)
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "knows_dtype": (integer, [integer]),
         "add_norm": (
             integer,
-            [address, size, address, size, address, address, size, size, integer, ctypes.POINTER(NormSpec)],
+            [address, size, address, size, address, address, size, size, integer, norm],
         ),
+        "add_norm_quantize": (
+            integer,
+            [address, size, address, size, address, address, integer, address, *[single] * 4, size, size]
+            + [integer, norm],
+        ),
+        "moe_finalize": (
+            integer,
+            [address, size, size, size, address, size, size, integer, number, address, size, address, size, address]
+            + [address, size, size, integer, norm],
+        ),
+        "gather_rows": (None, [address, size, size, address, address, size, size]),
+        "scatter_rows": (integer, [address, size, address, size, address, size, size, integer]),
         "max_ranks": (integer, []),
         "segment_bytes": (size, [integer, size]),
         "channel_open": (address, [integer, integer, integer, size, ctypes.POINTER(integer)]),
@@ -196,7 +211,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "reduce": (
             integer,
             [address, text, word, integer, address, size, address, address, size, address, size, address]
-            + [ctypes.POINTER(NormSpec), size],
+            + [norm, size],
         ),
     }  # fmt: skip
     for name, (result, arguments) in signatures.items():

@@ -1,5 +1,5 @@
-/* Sums of rows and the norms of the sums: accumulated in float32 (float64 where the elements are), each result
-   rounded once, the norm taken of the sum before it is rounded. */
+/* Sums of rows, the norms of the sums, and rows moved by an index: accumulated in float32 (float64 where the elements
+   are), each result rounded once, the norm taken of the sum before it is rounded. */
 #include "rows.h"
 
 #include <math.h>
@@ -32,6 +32,10 @@ static inline double_v vload_float64(const double *from) {
 
 static inline void vstore_float64(double *to, double_v value) { memcpy(to, &value, sizeof value); }
 
+static inline void vsingle_float64(float *to, double_v value) {
+    for (int i = 0; i < 8; i++) to[i] = (float)value[i];
+}
+
 static inline float of_bfloat16(uint16_t x) {
     uint32_t bits = (uint32_t)x << 16;
     float value;
@@ -60,12 +64,117 @@ static inline void vstore_bfloat16(uint16_t *to, float_v value) {
     memcpy(to, &halves, sizeof halves);
 }
 
+/* `count` tokens' outputs of `choices` experts, `width` elements each, with their weights, of any dtype. `shared`,
+   `residual` and `normed` may be null; `total` and `normed` are contiguous. */
+typedef struct {
+    int64_t count, width, choices;
+    const void *outputs;
+    int64_t outputs_stride, choice_stride;
+    const void *weights;
+    int64_t weights_stride, weight_stride;
+    int weights_dtype;
+    double scaling;
+    const void *shared;
+    int64_t shared_stride;
+    const void *residual;
+    int64_t residual_stride;
+    void *total, *normed;
+} finalized_t;
+
+/* Rows whose norm is quantized to the integers or the float8_e4m3fn from `low` to `high`. `residual` and `total` may
+   be null; `scales` gets a scale of each row, at least `floor`, or without it `scale` is that of all. */
+typedef struct {
+    int64_t count, width;
+    const void *value;
+    int64_t value_stride;
+    const void *residual;
+    int64_t residual_stride;
+    void *total;
+    uint8_t *quantized;
+    int to_integers;
+    float *scales;
+    float scale, low, high, floor;
+} quantized_t;
+
+static double element(const void *values, int dtype, int64_t i) {
+    switch (dtype) {
+    case FLOAT32: return ((const float *)values)[i];
+    case FLOAT64: return ((const double *)values)[i];
+#ifdef __FLT16_MAX__
+    case FLOAT16: return (float)((const _Float16 *)values)[i];
+#endif
+    default: return of_bfloat16(((const uint16_t *)values)[i]);
+    }
+}
+
+/* The largest magnitude: a NaN counts as nothing, and what is beyond float32 as its largest. */
+static float largest(const float *row, int64_t width) {
+    uint32_t most = 0;
+    for (int64_t i = 0; i < width; i++) {
+        uint32_t bits;
+        memcpy(&bits, row + i, 4);
+        bits &= 0x7fffffff;
+        bits &= -(uint32_t)(bits <= 0x7f800000); /* rather than a branch, so that the loop is vectorized */
+        most = bits > most ? bits : most;
+    }
+    most = most < 0x7f7fffff ? most : 0x7f7fffff;
+    float found;
+    memcpy(&found, &most, 4);
+    return found;
+}
+
+/* All to nearest, ties to even. Adding 1.5 * 2^23 leaves no bits for a fraction, and the integer in the lowest ones. */
+static inline uint8_t to_int8(float x) {
+    float shifted = x + 12582912.0f;
+    uint32_t bits;
+    memcpy(&bits, &shifted, 4);
+    return (uint8_t)(x == x ? bits : 0);
+}
+
+/* Of a magnitude up to 448, or a NaN. Below 2^-6 all have one exponent: adding 2^14 leaves the bits of 2^-9 and up. */
+static inline uint8_t to_float8(float x) {
+    uint32_t bits, sign, small_bits;
+    memcpy(&bits, &x, 4);
+    sign = bits & 0x80000000;
+    bits ^= sign;
+    float small;
+    memcpy(&small, &bits, 4);
+    small += 16384.0f;
+    memcpy(&small_bits, &small, 4);
+    uint32_t rounded = (bits - (120u << 23) + 0x7ffff + ((bits >> 20) & 1)) >> 20;
+    rounded = bits < 121u << 23 ? small_bits - (141u << 23) : rounded;
+    rounded = bits > 0x7f800000 ? 0x7f : rounded;
+    return (uint8_t)(rounded | sign >> 24);
+}
+
+/* These comparisons leave a NaN what it is. */
+static inline float clamped(float x, float low, float high) {
+    x = x > high ? high : x;
+    return x < low ? low : x;
+}
+
+/* Row r of the result, of its norm. */
+static void quantize(const quantized_t *rows, int64_t r, const float *restrict normed) {
+    int64_t width = rows->width;
+    uint8_t *restrict out = rows->quantized + r * width;
+    float scale = rows->scale, low = rows->low, high = rows->high;
+    if (rows->scales) {
+        scale = largest(normed, width) / high;
+        rows->scales[r] = scale = scale > rows->floor ? scale : rows->floor;
+    }
+    if (rows->to_integers)
+        for (int64_t i = 0; i < width; i++) out[i] = to_int8(clamped(normed[i] / scale, low, high));
+    else
+        for (int64_t i = 0; i < width; i++) out[i] = to_float8(clamped(normed[i] / scale, low, high));
+}
+
 #define T float
 #define A float
 #define LOAD(x) (x)
 #define STORE(a) (a)
 #define VLOAD(p) vload_float32(p)
 #define VSTORE(p, v) vstore_float32(p, v)
+#define VSINGLE(p, v) vstore_float32(p, v)
 #define V float_v
 #define WIDE 16
 #define SQRT(a) sqrtf(a)
@@ -78,6 +187,7 @@ static inline void vstore_bfloat16(uint16_t *to, float_v value) {
 #define STORE(a) (a)
 #define VLOAD(p) vload_float64(p)
 #define VSTORE(p, v) vstore_float64(p, v)
+#define VSINGLE(p, v) vsingle_float64(p, v)
 #define V double_v
 #define WIDE 8
 #define SQRT(a) sqrt(a)
@@ -90,6 +200,7 @@ static inline void vstore_bfloat16(uint16_t *to, float_v value) {
 #define STORE(a) to_bfloat16(a)
 #define VLOAD(p) vload_bfloat16(p)
 #define VSTORE(p, v) vstore_bfloat16(p, v)
+#define VSINGLE(p, v) vstore_float32(p, v)
 #define V float_v
 #define WIDE 16
 #define SQRT(a) sqrtf(a)
@@ -113,6 +224,7 @@ static inline void vstore_float16(_Float16 *to, float_v value) {
 #define STORE(a) ((_Float16)(a))
 #define VLOAD(p) vload_float16(p)
 #define VSTORE(p, v) vstore_float16(p, v)
+#define VSINGLE(p, v) vstore_float32(p, v)
 #define V float_v
 #define WIDE 16
 #define SQRT(a) sqrtf(a)
@@ -136,17 +248,6 @@ EXPORTED int knows_dtype(int dtype) {
     return FLOAT32 <= dtype && dtype <= FLOAT64;
 }
 
-static double element(const void *values, int dtype, int64_t i) {
-    switch (dtype) {
-    case FLOAT32: return ((const float *)values)[i];
-    case FLOAT64: return ((const double *)values)[i];
-#ifdef __FLT16_MAX__
-    case FLOAT16: return (float)((const _Float16 *)values)[i];
-#endif
-    default: return of_bfloat16(((const uint16_t *)values)[i]);
-    }
-}
-
 /* `offset + values` in the accumulator's dtype, the addition in that dtype too. */
 static void widen(void *out, const void *values, int dtype, double offset, int64_t count, int wide) {
     if (!wide && dtype == FLOAT32 && offset == 0)
@@ -157,11 +258,11 @@ static void widen(void *out, const void *values, int dtype, double offset, int64
         for (int64_t i = 0; i < count; i++) ((float *)out)[i] = (float)offset + (float)element(values, dtype, i);
 }
 
-/* The scratch memory: one row of sums, the gain, the bias. */
-void *rows_scratch(int dtype, int64_t width, const norm_t *norm) {
+/* The scratch memory: one row of sums, the gain, the bias, and `more` elements. */
+static void *scratch_of(int dtype, int64_t width, const norm_t *norm, int64_t more) {
     int wide = dtype == FLOAT64;
-    size_t row = (size_t)width * (wide ? 8 : 4);
-    char *scratch = malloc(3 * row + 1);
+    size_t size = wide ? 8 : 4, row = (size_t)width * size;
+    char *scratch = malloc(3 * row + (size_t)more * size + 1);
     if (scratch && norm) {
         if (norm->weight) widen(scratch + row, norm->weight, norm->weight_dtype, norm->offset, width, wide);
         if (norm->bias) widen(scratch + 2 * row, norm->bias, norm->weight_dtype, 0, width, wide);
@@ -169,20 +270,28 @@ void *rows_scratch(int dtype, int64_t width, const norm_t *norm) {
     return scratch;
 }
 
+void *rows_scratch(int dtype, int64_t width, const norm_t *norm) { return scratch_of(dtype, width, norm, 0); }
+
 #define RUN(f, A)                                                                                     \
     f(rows, norm, norm && norm->weight ? (A *)scratch + rows->width : 0,                              \
       norm && norm->bias ? (A *)scratch + 2 * rows->width : 0, (A *)scratch)
 
-void rows_run(const rows_t *rows, int dtype, const norm_t *norm, void *scratch) {
-    switch (dtype) {
-    case FLOAT32: RUN(rows_run_float32, float); break;
-    case FLOAT64: RUN(rows_run_float64, double); break;
-    case BFLOAT16: RUN(rows_run_bfloat16, float); break;
 #ifdef __FLT16_MAX__
-    case FLOAT16: RUN(rows_run_float16, float); break;
+#define RUN_FLOAT16(f) case FLOAT16: RUN(f##_float16, float); break;
+#else
+#define RUN_FLOAT16(f)
 #endif
+
+/* f of the dtype, over `rows`. */
+#define RUN_TYPED(f)                                                                                  \
+    switch (dtype) {                                                                                  \
+    case FLOAT32: RUN(f##_float32, float); break;                                                     \
+    case FLOAT64: RUN(f##_float64, double); break;                                                    \
+    case BFLOAT16: RUN(f##_bfloat16, float); break;                                                   \
+    RUN_FLOAT16(f)                                                                                    \
     }
-}
+
+void rows_run(const rows_t *rows, int dtype, const norm_t *norm, void *scratch) { RUN_TYPED(rows_run) }
 
 void vector_sum(const void *const *terms, int64_t num_terms, void *total, int64_t count, int dtype) {
     switch (dtype) {
@@ -202,6 +311,80 @@ EXPORTED int add_norm(const void *value, int64_t value_stride, const void *resid
     if (!scratch) return -1;
     rows_t rows = {count, width, &value, &value_stride, 1, residual, residual_stride, total, normed};
     rows_run(&rows, dtype, norm, scratch);
+    free(scratch);
+    return 0;
+}
+
+/* The norm of value + residual in one byte an element, and the sum. See quantized_t. */
+EXPORTED int add_norm_quantize(const void *value, int64_t value_stride, const void *residual, int64_t residual_stride,
+                               void *total, void *quantized, int to_integers, float *scales, float scale, float low,
+                               float high, float floor, int64_t count, int64_t width, int dtype, const norm_t *norm) {
+    void *scratch = scratch_of(dtype, width, norm, width);
+    if (!scratch) return -1;
+    quantized_t made = {count, width, value,  value_stride, residual, residual_stride, total, quantized, to_integers,
+                        scales, scale, low, high, floor};
+    const quantized_t *rows = &made;
+    RUN_TYPED(quantize_run)
+    free(scratch);
+    return 0;
+}
+
+/* The experts' outputs of each token, combined; onto `residual`, and normalized, if these are not null. See
+   finalized_t. */
+EXPORTED int moe_finalize(const void *outputs, int64_t outputs_stride, int64_t choice_stride, int64_t choices,
+                          const void *weights, int64_t weights_stride, int64_t weight_stride, int weights_dtype,
+                          double scaling, const void *shared, int64_t shared_stride, const void *residual,
+                          int64_t residual_stride, void *total, void *normed, int64_t count, int64_t width, int dtype,
+                          const norm_t *norm) {
+    void *scratch = scratch_of(dtype, width, norm, choices);
+    if (!scratch) return -1;
+    finalized_t made = {count, width, choices, outputs, outputs_stride, choice_stride, weights, weights_stride,
+                        weight_stride, weights_dtype, scaling, shared, shared_stride, residual, residual_stride, total,
+                        normed};
+    const finalized_t *rows = &made;
+    RUN_TYPED(finalize_run)
+    free(scratch);
+    return 0;
+}
+
+/* The rows of `value`, of which there are `rows`, `bytes` long and `stride` bytes apart, that `index` names; zeros where
+   it names none. */
+EXPORTED void gather_rows(const char *value, int64_t rows, int64_t stride, const int64_t *index, char *out,
+                          int64_t count, int64_t bytes) {
+    for (int64_t i = 0; i < count; i++, out += bytes)
+        if (0 <= index[i] && index[i] < rows)
+            memcpy(out, value + index[i] * stride, (size_t)bytes);
+        else
+            memset(out, 0, (size_t)bytes);
+}
+
+/* Row i of `value`, of which there are `count`, added to row index[i] of `out`, if there is one; what comes to one row
+   in its order. 0, or -1 without memory. */
+EXPORTED int scatter_rows(const void *value, int64_t stride, const int64_t *index, int64_t count, void *out,
+                          int64_t rows, int64_t width, int dtype) {
+    /* Where the places that name each row begin, and the places. */
+    int64_t *starts = calloc((size_t)(rows + 2 + count), sizeof(int64_t)), *places = starts + rows + 2;
+    void *scratch = scratch_of(dtype, width, 0, 0);
+    if (!starts || !scratch) {
+        free(starts);
+        free(scratch);
+        return -1;
+    }
+    /* A row's count is kept two entries on, its beginning one on; that moves to its end as its places come. */
+    for (int64_t i = 0; i < count; i++)
+        if (0 <= index[i] && index[i] < rows) starts[index[i] + 2]++;
+    for (int64_t r = 0; r < rows; r++) starts[r + 2] += starts[r + 1];
+    for (int64_t i = 0; i < count; i++)
+        if (0 <= index[i] && index[i] < rows) places[starts[index[i] + 1]++] = i;
+    switch (dtype) {
+    case FLOAT32: scatter_run_float32(value, stride, starts, places, out, rows, width, scratch); break;
+    case FLOAT64: scatter_run_float64(value, stride, starts, places, out, rows, width, scratch); break;
+    case BFLOAT16: scatter_run_bfloat16(value, stride, starts, places, out, rows, width, scratch); break;
+#ifdef __FLT16_MAX__
+    case FLOAT16: scatter_run_float16(value, stride, starts, places, out, rows, width, scratch); break;
+#endif
+    }
+    free(starts);
     free(scratch);
     return 0;
 }

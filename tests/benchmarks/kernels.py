@@ -1,4 +1,4 @@
-"""What fusing costs and saves on CPUs: shared memory against gloo and eager torch, and a kernel against a copy.
+"""What fusing costs and saves on CPUs: shared memory against gloo and eager torch, kernels against copies and torch.
 
     python -m tests.benchmarks.kernels [--rounds N]
 
@@ -27,14 +27,23 @@ from torch import Tensor
 from boundary.collectives import SharedGroup, sum_in_rank_order
 from boundary.kernels.add_norm import add_norm
 from boundary.kernels.add_norm import naive as add_norm_naive
+from boundary.kernels.add_norm_quantize import add_norm_quantize
+from boundary.kernels.add_norm_quantize import naive as quantize_naive
 from boundary.kernels.all_reduce_add_norm import all_reduce_add_norm
 from boundary.kernels.all_reduce_add_norm import naive as all_reduce_naive
+from boundary.kernels.moe_finalize import moe_finalize, moe_finalize_add_norm
+from boundary.kernels.moe_finalize import naive as finalize_naive
 from boundary.kernels.norms import Kind, NormFormula
+from boundary.kernels.reduce_scatter_add_norm import naive as reduce_scatter_naive
+from boundary.kernels.reduce_scatter_add_norm import reduce_scatter_add_norm
+from boundary.kernels.rows import gather_rows, scatter_rows
+from boundary.kernels.rows import naive as rows_naive
 from boundary.shared_memory import SharedMemory
 from tests.pool import Pool, World
 
 DECODE = [(1, 576), (8, 576), (64, 576)]
 PREFILL = (256, 2048)
+SHAPES = [DECODE[0], DECODE[2], PREFILL]
 #: Bytes of an all-reduce, and how many times faster than gloo it is to be.
 SIZES = [(4 << 10, 20.0), (64 << 10, 20.0), (1 << 20, 5.0)]
 
@@ -185,6 +194,99 @@ def alone(shape: tuple[int, int], dtype: torch.dtype, rounds: int) -> tuple[floa
     return ratio(times, "ours", "copies"), ratio(slow, "eager", "copies"), shown
 
 
+def against_torch(shape: tuple[int, int], dtype: torch.dtype, rounds: int) -> dict[str, tuple[float, float, float]]:
+    """The library's paths in one process, against their definitions in torch's operations."""
+    torch.set_num_threads(1)
+    keep_memory()
+    rows, hidden = shape
+    value, residual, shared = (draw(rows, hidden, seed=seed, dtype=dtype) for seed in range(3))
+    formula = NormFormula(Kind.RMS, draw(hidden, seed=3, dtype=dtype), 1e-6)
+    index = torch.randint(-1, rows, (rows,), generator=torch.Generator().manual_seed(4))
+    sides: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "gather_rows": (lambda: gather_rows(value, index), lambda: rows_naive.gather_rows(value, index)),
+        "scatter_rows": (
+            lambda: scatter_rows(value, index, rows),
+            lambda: rows_naive.scatter_rows(value, index, rows),
+        ),
+    }
+    for choices in (4, 8):
+        outputs, weights = draw(rows, choices, hidden, seed=5, dtype=dtype), draw(rows, choices, seed=6)
+        sides[f"moe_finalize of {choices}"] = (
+            lambda outputs=outputs, weights=weights: moe_finalize(outputs, weights, shared, 2.5),
+            lambda outputs=outputs, weights=weights: finalize_naive.moe_finalize(outputs, weights, shared, 2.5),
+        )
+        sides[f"moe_finalize_add_norm of {choices}"] = (
+            lambda outputs=outputs, weights=weights: moe_finalize_add_norm(outputs, weights, residual, formula),
+            lambda outputs=outputs, weights=weights: finalize_naive.moe_finalize_add_norm(
+                outputs, weights, residual, formula
+            ),
+        )
+    for quantized in (torch.int8, torch.float8_e4m3fn):
+        for what, scale in (("row", None), ("tensor", torch.tensor(0.05))):
+            sides[f"add_norm_quantize to {str(quantized)[6:]} by {what}"] = (
+                lambda to=quantized, scale=scale: add_norm_quantize(value, residual, formula, to, scale),
+                lambda to=quantized, scale=scale: quantize_naive.add_norm_quantize(value, residual, formula, to, scale),
+            )
+    found = {}
+    with torch.no_grad():
+        for what, (ours, torchs) in sides.items():
+            check_equal(what, ours(), torchs())
+            times = series({"torch": torchs, "ours": ours}, rounds, calls_for(value.nbytes), lambda: None)
+            found[what] = ratio(times, "torch", "ours"), microseconds(times, "ours"), microseconds(times, "torch")
+    return found
+
+
+def check_equal(what: str, made: Any, wanted: Any) -> None:
+    """Sums, which come last, are equal to the bit; norms and scales to their last places, integers to one."""
+    made, wanted = (results if isinstance(results, tuple) else (results,) for results in (made, wanted))
+    assert torch.equal(made[-1], wanted[-1]), f"{what}: the sum is not the definition's"
+    for found, right in zip(made[:-1], wanted[:-1], strict=True):
+        assert found.dtype == right.dtype and found.shape == right.shape, what
+        if found.dtype in quantize_naive.LIMITS:
+            other = (found.float() - right.float()).abs() > 0
+            assert other.float().mean() < 1e-2, f"{what}: many elements are not the definition's"
+            least = 1.0 if found.dtype == torch.int8 else 2.0**-9
+            assert torch.allclose(found.float(), right.float(), rtol=2**-3, atol=least), what
+        else:
+            rtol = 2**-7 if found.dtype.itemsize == 2 else 1e-5
+            assert torch.allclose(found.float(), right.float(), rtol=rtol, atol=1e-6), what
+
+
+def scattered(world: World, shape: tuple[int, int], rounds: int) -> dict[str, tuple[float, float, float]]:
+    """Sums over shared memory of which each rank keeps its rows, against those of which each keeps all: alone, and
+    fused with residual and norm."""
+    group = group_of(world)
+    rows, hidden = shape
+    counts = [rows // world.size + (rank < rows % world.size) for rank in range(world.size)]
+    first = sum(counts[: world.rank])
+    term, residual = draw(rows, hidden, seed=world.rank), draw(rows, hidden, seed=8)
+    formula = NormFormula(Kind.RMS, draw(hidden, seed=9), 1e-6)
+    kept = residual[first : first + counts[world.rank]]
+    sides: dict[str, dict[str, Callable[[], Any]]] = {
+        "the sum": {
+            "all": lambda: group.all_reduce(term, "sum"),
+            "own": lambda: group.reduce_scatter(term, counts, "sum"),
+        },
+        "sum, residual and norm": {
+            "all": lambda: all_reduce_add_norm(term, group, residual, formula, "fused"),
+            "own": lambda: reduce_scatter_add_norm(term, counts, group, kept, formula, "fused"),
+        },
+    }
+    with torch.no_grad():
+        terms = reduce_scatter_naive.terms_of(term, counts, group, "terms")
+        assert torch.equal(sides["the sum"]["own"](), sum_in_rank_order(terms)), "the sum is not the definition's"
+        assert torch.equal(sides["the sum"]["all"]()[first : first + len(kept)], sum_in_rank_order(terms))
+        wanted = reduce_scatter_naive.finish(terms, kept, formula)
+        check_equal("reduce_scatter_add_norm", sides["sum, residual and norm"]["own"](), wanted)
+        of_all = sides["sum, residual and norm"]["all"]()
+        check_equal("all_reduce_add_norm", tuple(one[first : first + len(kept)] for one in of_all), wanted)
+        found = {}
+        for what, pair in sides.items():
+            times = series(pair, rounds, calls_for(term.nbytes), lambda: group.all_reduce(term[:1], "start"))
+            found[what] = ratio(times, "all", "own"), microseconds(times, "own"), microseconds(times, "all")
+    return found
+
+
 class Table:
     """Prints figures with their targets, and remembers whether one was missed."""
 
@@ -198,7 +300,21 @@ class Table:
             missed = found > target if at_most else found < target
             self.missed += missed
             mark = "missed" if missed else ""
-        print(f"{what:58} {found:8.2f}  {bound:7} {mark:7} {note}", flush=True)
+        print(f"{what:66} {found:8.2f}  {bound:7} {mark:7} {note}", flush=True)
+
+
+def bytes_moved(shape: tuple[int, int], size: int) -> dict[str, tuple[int, int]]:
+    """What rank 0 reads and writes of float32 terms, residuals and results: where it keeps all rows, and its own.
+
+    What it sends is copied, and what it keeps is read of every rank's term. It sends all rows to whoever keeps all, and
+    all but its own to those that keep theirs.
+    """
+    rows, row = shape[0], shape[1] * 4
+    own = -(-rows // size)
+    return {
+        what: ((2 * rows + (size + others) * rows) * row, (2 * (rows - own) + (size + others) * own) * row)
+        for what, others in (("the sum", 1), ("sum, residual and norm", 3))
+    }
 
 
 def main() -> int:
@@ -212,6 +328,13 @@ def main() -> int:
         found, eager, shown = alone(PREFILL, dtype, rounds)
         note = f"{shown['ours']:.0f} us; copies {shown['copies']:.0f} us; torch's operations {eager:.1f} copies"
         table.row(f"  {list(PREFILL)} {str(dtype)[6:]}", found, target, note, at_most=True)
+
+    print("torch's operations / the library's path, in one process")
+    for shape in SHAPES:
+        for dtype in (torch.float32, torch.bfloat16):
+            for what, (found, ours, theirs) in against_torch(shape, dtype, rounds).items():
+                note = f"{ours:.0f} us; torch {theirs:.0f} us"
+                table.row(f"  {what} {list(shape)} {str(dtype)[6:]}", found, 1.0, note)
 
     for size in (2, 3):
         pool = Pool(size)
@@ -236,6 +359,17 @@ def main() -> int:
                     goal = target if dtype == torch.float32 else None
                     note = f"{ours:.0f} us; gloo {theirs:.0f} us"
                     table.row(f"  {nbytes >> 10} KiB {str(dtype)[6:]}", found, goal, note)
+            print(f"all rows / one rank's rows, over shared memory, {size} ranks")
+            for shape in SHAPES[1:]:
+                runs = pool.run(scattered, shape, rounds, timeout=300)
+                for what, moved in bytes_moved(shape, size).items():
+                    found, own, everything = min(run[what] for run in runs)
+                    note = f"{own:.0f} us; all rows {everything:.0f} us"
+                    table.row(f"  {what} {list(shape)} float32", found, None, note)
+                    print(
+                        f"    bytes moved by rank 0, by construction: {moved[1]}; of all rows: {moved[0]}, "
+                        f"{moved[0] / moved[1]:.2f} times as many"
+                    )
         finally:
             pool.close()
     return 1 if table.missed else 0

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import gpu
 from ..norms import NormFormula
-from . import naive
+from . import cpu, naive
 
 
 def add_norm_quantize(
@@ -51,6 +51,8 @@ def add_norm_quantize(
         from . import triton
 
         made = triton.add_norm_quantize(value, residual, formula, dtype, scale)
+    if made is None:
+        made = cpu.add_norm_quantize(value, residual, formula, dtype, scale)
     return naive.add_norm_quantize(value, residual, formula, dtype, scale) if made is None else made
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..blocks import takes
 from ..norms import NormFormula
-from . import naive
+from . import cpu, naive
 
 
 def moe_finalize(
@@ -33,6 +33,8 @@ def moe_finalize(
         from . import triton
 
         made = triton.moe_finalize(expert_outputs, weights, shared, scaling)
+    if made is None:
+        made = cpu.moe_finalize(expert_outputs, weights, shared, scaling)
     return naive.moe_finalize(expert_outputs, weights, shared, scaling) if made is None else made
 
 
@@ -61,6 +63,8 @@ def moe_finalize_add_norm(
         from . import triton
 
         made = triton.moe_finalize_add_norm(expert_outputs, weights, residual, formula, shared, scaling)
+    if made is None:
+        made = cpu.moe_finalize_add_norm(expert_outputs, weights, residual, formula, shared, scaling)
     if made is None:
         made = naive.moe_finalize_add_norm(expert_outputs, weights, residual, formula, shared, scaling)
     return made

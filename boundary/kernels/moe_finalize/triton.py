@@ -5,8 +5,6 @@ Without a norm a program holds a block of a row, with one it holds the row.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -17,8 +15,7 @@ from ..add_norm.triton import POINTERS, contiguous, norm_row, num_warps
 from ..blocks import block_of, with_contiguous_rows
 from ..host import rows_of
 from ..norms import Kind, NormFormula
-from ..recording import recorded
-from . import naive
+from .backward import recorded, recorded_add_norm
 
 #: The most choices that a kernel is unrolled for.
 CHOICES = 16
@@ -98,10 +95,7 @@ def moe_finalize(
         )  # fmt: skip
         return out
 
-    def definition(expert_outputs: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
-        return naive.moe_finalize(expert_outputs, weights, shared, scaling)
-
-    return recorded(run, definition, expert_outputs, weights, shared)
+    return recorded(run, expert_outputs, weights, shared, scaling)
 
 
 def moe_finalize_add_norm(
@@ -136,18 +130,7 @@ def moe_finalize_add_norm(
         )  # fmt: skip
         return normed, out
 
-    def definition(
-        expert_outputs: Tensor,
-        weights: Tensor,
-        residual: Tensor,
-        shared: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        of_inputs = replace(formula, weight=weight, bias=bias)
-        return naive.moe_finalize_add_norm(expert_outputs, weights, residual, of_inputs, shared, scaling)
-
-    return recorded(run, definition, expert_outputs, weights, residual, shared, formula.weight, formula.bias)
+    return recorded_add_norm(run, expert_outputs, weights, residual, formula, shared, scaling)
 
 
 def _compiled() -> list[gpu.Variant]:

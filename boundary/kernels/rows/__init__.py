@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import gpu
 from ..blocks import takes
-from . import naive
+from . import cpu, naive
 
 
 def gather_rows(value: Tensor, index: Tensor) -> Tensor:
@@ -31,6 +31,8 @@ def gather_rows(value: Tensor, index: Tensor) -> Tensor:
         from . import triton
 
         made = triton.gather_rows(value, index)
+    if made is None:
+        made = cpu.gather_rows(value, index)
     return naive.gather_rows(value, index) if made is None else made
 
 
@@ -55,7 +57,8 @@ def scatter_rows(value: Tensor, index: Tensor, rows: int) -> Tensor:
         from . import triton
 
         return triton.scatter_rows(value, index, rows)
-    return naive.scatter_rows(value, index, rows)
+    made = cpu.scatter_rows(value, index, rows)
+    return naive.scatter_rows(value, index, rows) if made is None else made
 
 
 def _check(index: Tensor) -> None:

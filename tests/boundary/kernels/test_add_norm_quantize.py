@@ -1,4 +1,4 @@
-"""Add, norm and quantize: what the definition promises, and Triton's kernel, interpreted, against the definition."""
+"""Add, norm and quantize: what the definition promises; Triton's kernel, interpreted, and the library against it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from boundary.kernels.add_norm.naive import norm, wide
-from boundary.kernels.add_norm_quantize import add_norm_quantize, naive, triton
+from boundary.kernels.add_norm_quantize import add_norm_quantize, cpu, naive, triton
 from boundary.kernels.norms import Kind, NormFormula
 
 from .interpreting import interpreted
+from .test_add_norm import DTYPES as LIBRARY_DTYPES
 from .test_add_norm import KINDS, draw, formula, strided
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -36,12 +37,17 @@ def kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return made
 
 
-PATHS: list[Callable[..., tuple[Tensor, Tensor, Tensor]]] = [naive.add_norm_quantize, kernel]
+def of_library(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    made = cpu.add_norm_quantize(*arguments)
+    assert made is not None, "the library declined"
+    return made
 
 
-def of_values(
-    values: Tensor, path: Callable[..., Any], dtype: torch.dtype, scale: float | None
-) -> tuple[Tensor, Tensor]:
+Path = Callable[..., tuple[Tensor, Tensor, Tensor]]
+PATHS: list[Path] = [naive.add_norm_quantize, kernel, of_library]
+
+
+def of_values(values: Tensor, path: Path, dtype: torch.dtype, scale: float | None) -> tuple[Tensor, Tensor]:
     """What `path` makes of a row whose norm has exactly these values, `[hidden]` float32: a row of ones with a gain."""
     ones = torch.ones(1, len(values))
     given_scale = None if scale is None else torch.tensor(scale)
@@ -57,7 +63,9 @@ def step(scaled: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("quantized_dtype", QUANTIZED)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("path", "dtype"), [*((kernel, dtype) for dtype in DTYPES), *((of_library, dtype) for dtype in LIBRARY_DTYPES)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=10)
 @given(
@@ -70,6 +78,7 @@ def step(scaled: Tensor, dtype: torch.dtype) -> Tensor:
 @example(rows=1, hidden=1, apart=False, alone=False, static=None)
 def test_it_is_the_definition(
     kind: str,
+    path: Path,
     dtype: torch.dtype,
     quantized_dtype: torch.dtype,
     rows: int,
@@ -85,9 +94,9 @@ def test_it_is_the_definition(
         residual = None
     norm_of = formula(kind, hidden, dtype)
     scale = None if static is None else torch.tensor([static])
-    found, found_scale, total = kernel(value, residual, norm_of, quantized_dtype, scale)
+    found, found_scale, total = path(value, residual, norm_of, quantized_dtype, scale)
     _, wanted_scale, wanted_total = naive.add_norm_quantize(value, residual, norm_of, quantized_dtype, scale)
-    assert torch.equal(total, wanted_total) and total.dtype == dtype
+    assert torch.equal(total, wanted_total) and total.dtype == dtype and (total is value) == alone
     assert found.dtype == quantized_dtype and found.shape == (rows, hidden) and found.is_contiguous()
     if scale is None:
         assert found_scale.shape == (rows, 1) and found_scale.dtype == torch.float32
@@ -100,8 +109,21 @@ def test_it_is_the_definition(
     assert (off <= step(scaled, quantized_dtype) / 2 + TOLERANCE * (normed.abs() + 1) / found_scale).all()
 
 
+@pytest.mark.parametrize("dtype", QUANTIZED)
+@pytest.mark.parametrize("static", [None, 1.0, 0.3])
+def test_the_library_rounds_every_float32_as_the_definition(dtype: torch.dtype, static: float | None):
+    """Of all exponents and signs; without a scale the row's own is that of the largest float32."""
+    bits = torch.randint(-(2**31), 2**31, (200_001,), generator=torch.Generator().manual_seed(0)).int()
+    small = torch.randn(100_000, generator=torch.Generator().manual_seed(1)) * torch.tensor(2.0**-7)
+    values = torch.cat([bits.view(torch.float32), small, 1e5 * small])
+    found, scale = of_values(values, of_library, dtype, static)
+    wanted, wanted_scale = of_values(values, naive.add_norm_quantize, dtype, static)
+    assert torch.equal(scale, wanted_scale)
+    assert torch.equal(found.float().nan_to_num(nan=1000.0), wanted.float().nan_to_num(nan=1000.0))
+
+
 @pytest.mark.parametrize("path", PATHS)
-def test_every_tie_is_rounded_to_even(path: Callable[..., Any]):
+def test_every_tie_is_rounded_to_even(path: Path):
     halves = torch.arange(-128, 128) + 0.5
     found, _ = of_values(halves, path, torch.int8, 1.0)
     assert torch.equal(found.float(), halves.round().clamp_max(127))
@@ -115,7 +137,7 @@ def test_every_tie_is_rounded_to_even(path: Callable[..., Any]):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_value_of_the_dtype_comes_through_and_beyond_it_is_its_limit(path: Callable[..., Any]):
+def test_every_value_of_the_dtype_comes_through_and_beyond_it_is_its_limit(path: Path):
     every = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
     every = every[every.isfinite()]
     found, _ = of_values(every * 0.25, path, torch.float8_e4m3fn, 0.25)
@@ -128,7 +150,7 @@ def test_every_value_of_the_dtype_comes_through_and_beyond_it_is_its_limit(path:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", QUANTIZED)
-def test_a_rows_largest_magnitude_is_the_largest_value(path: Callable[..., Any], dtype: torch.dtype):
+def test_a_rows_largest_magnitude_is_the_largest_value(path: Path, dtype: torch.dtype):
     values = torch.tensor([0.1, -3.7, 2.0])
     found, scale = of_values(values, path, dtype, None)
     high = naive.LIMITS[dtype][1]
@@ -138,7 +160,7 @@ def test_a_rows_largest_magnitude_is_the_largest_value(path: Callable[..., Any],
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", QUANTIZED)
 @pytest.mark.parametrize("kind", Kind)
-def test_zeros_are_zeros_at_the_least_scale(path: Callable[..., Any], dtype: torch.dtype, kind: Kind):
+def test_zeros_are_zeros_at_the_least_scale(path: Path, dtype: torch.dtype, kind: Kind):
     value = torch.zeros(3, 5, dtype=torch.bfloat16)
     found, scale, total = path(value, value, NormFormula(kind, None, 1e-30), dtype, None)
     assert torch.equal(found.float(), torch.zeros(3, 5)) and torch.equal(total, value)
@@ -147,7 +169,7 @@ def test_zeros_are_zeros_at_the_least_scale(path: Callable[..., Any], dtype: tor
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("scale", [None, 1e-4, 1e4])
-def test_no_finite_row_makes_a_nan(path: Callable[..., Any], scale: float | None):
+def test_no_finite_row_makes_a_nan(path: Path, scale: float | None):
     """Nor does a norm whose gain takes it beyond float32."""
     for values in ([1e-38, 0.0, -1e-38], [3e38, 1.0, -3e38], [torch.inf, 1.0, -torch.inf], [1e-45, 3e38, 0.0]):
         found, made = of_values(torch.tensor(values), path, torch.float8_e4m3fn, scale)
@@ -160,7 +182,7 @@ def test_no_finite_row_makes_a_nan(path: Callable[..., Any], scale: float | None
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_nan_stays_one_where_there_is_one_and_is_zero_in_integers(path: Callable[..., Any]):
+def test_a_nan_stays_one_where_there_is_one_and_is_zero_in_integers(path: Path):
     values = torch.tensor([1.0, torch.nan, -2.0])
     found, scale = of_values(values, path, torch.float8_e4m3fn, None)
     assert found.float().isnan().tolist() == [False, True, False] and found[2] == -448.0
@@ -181,10 +203,11 @@ def test_the_norm_is_quantized_before_it_is_rounded_to_the_models_dtype():
 @pytest.mark.parametrize("shape", [(7,), (2, 3, 7), (2, 0, 7)])
 def test_any_number_of_leading_dims_is_taken(shape: tuple[int, ...]):
     value = draw(*shape, dtype=torch.float32)
-    found = kernel(value, value, formula("rms", 7, torch.float32), torch.int8, None)
     wanted = naive.add_norm_quantize(value, value, formula("rms", 7, torch.float32), torch.int8, None)
-    assert [made.shape for made in found] == [made.shape for made in wanted]
-    assert (found[0].int() - wanted[0].int()).abs().sum() <= 1
+    for path in (kernel, of_library):
+        found = path(value, value, formula("rms", 7, torch.float32), torch.int8, None)
+        assert [made.shape for made in found] == [made.shape for made in wanted]
+        assert (found[0].int() - wanted[0].int()).abs().sum() <= 1
 
 
 def test_the_sum_has_a_gradient_and_the_quantized_rows_have_none():
@@ -195,6 +218,35 @@ def test_the_sum_has_a_gradient_and_the_quantized_rows_have_none():
         quantized, scale, total = add_norm_quantize(value, value.detach(), norm_of, dtype)
         assert not quantized.requires_grad and not scale.requires_grad
         assert torch.equal(torch.autograd.grad(total.sum(), value)[0], torch.ones(2, 9))
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_autograds_recording_changes_no_bit_of_the_library(dtype: torch.dtype):
+    value, residual = draw(3, 77, dtype=torch.bfloat16), draw(3, 77, dtype=torch.bfloat16, seed=1)
+    norm_of = formula("layer", 77, torch.bfloat16)
+    plain = of_library(value, residual, norm_of, dtype, None)
+    recorded = of_library(value.clone().requires_grad_(), residual, norm_of, dtype, None)
+    assert recorded[2].requires_grad and not recorded[0].requires_grad and not recorded[1].requires_grad
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(plain, recorded, strict=True))
+    later = residual.clone().requires_grad_()
+    total = of_library(value, later, norm_of, dtype, None)[2]
+    assert torch.equal(torch.autograd.grad(total.sum(), later)[0], torch.ones_like(later))
+
+
+def test_what_the_library_does_not_take_is_the_definitions():
+    value, norm_of = draw(2, 9, dtype=torch.float32), formula("rms", 9, torch.float32)
+    scale = torch.tensor(0.5, requires_grad=True)
+    turned = NormFormula(Kind.RMS, torch._neg_view(norm_of.weight), 1e-6)  # type: ignore[arg-type]
+    for arguments in (
+        (value, value.double(), norm_of, torch.int8, None),
+        (value, value[:1], norm_of, torch.int8, None),
+        (value, value, norm_of, torch.int8, scale),
+        (value, value, turned, torch.int8, None),
+        (torch._neg_view(value), None, norm_of, torch.int8, None),
+        (value.new_empty(2, 0), None, NormFormula(Kind.RMS, None, 1e-6), torch.int8, torch.tensor(0.5)),
+    ):
+        assert cpu.add_norm_quantize(*arguments) is None
+        assert add_norm_quantize(*arguments)[0].dtype == torch.int8
 
 
 def test_the_dispatcher_asks_the_kernel_and_torch_takes_the_rest(monkeypatch: pytest.MonkeyPatch):

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from boundary.adapters.cp import interleaved
 from boundary.kernels import blocks
-from boundary.kernels.rows import gather_rows, naive, scatter_rows, triton
+from boundary.kernels.rows import cpu, gather_rows, naive, scatter_rows, triton
 
 from .interpreting import interpreted
 from .test_add_norm import draw, strided
@@ -44,8 +45,10 @@ def test_gathered_rows_are_the_named_ones_and_zeros(
     index = index.int() if short else index
     with interpreted():
         made = triton.gather_rows(value, index)
+    of_library = cpu.gather_rows(value, index)
     assert made is not None and made.is_contiguous()
-    for found in (made, naive.gather_rows(value, index)):
+    assert of_library is not None and of_library.is_contiguous(), "the library declined"
+    for found in (made, of_library, naive.gather_rows(value, index)):
         assert found.dtype == dtype and torch.equal(found, wanted)
 
 
@@ -63,8 +66,9 @@ def test_scattered_rows_are_added_where_they_go_and_zeros_elsewhere(
     value, index = strided(value) if apart else value, index.int() if short else index
     with interpreted():
         made = triton.scatter_rows(value, index, rows)
-    assert made.is_contiguous()
-    for found in (made, naive.scatter_rows(value, index, rows)):
+    of_library = cpu.scatter_rows(value, index, rows)
+    assert made.is_contiguous() and of_library is not None and of_library.is_contiguous(), "the library declined"
+    for found in (made, of_library, naive.scatter_rows(value, index, rows)):
         assert found.dtype == dtype and torch.equal(found, wanted.to(dtype))
 
 
@@ -74,14 +78,23 @@ def test_gathered_bits_are_the_rows_own():
     index = torch.tensor([0, -1])
     with interpreted():
         made = triton.gather_rows(bits.view(torch.bfloat16), index)
-    assert made is not None and torch.equal(made.view(torch.int16), torch.cat([bits, torch.zeros_like(bits)]))
+    for found in (made, cpu.gather_rows(bits.view(torch.bfloat16), index)):
+        assert found is not None and torch.equal(found.view(torch.int16), torch.cat([bits, torch.zeros_like(bits)]))
 
 
 def test_rows_that_meet_are_rounded_once():
     value, index = torch.tensor([[256.0], [1.0], [1.0], [8.0]]).bfloat16(), torch.tensor([1, 1, 1, 0])
     with interpreted():
         assert triton.scatter_rows(value, index, 3).tolist() == [[8.0], [258.0], [0.0]]
-    assert naive.scatter_rows(value, index, 3).tolist() == [[8.0], [258.0], [0.0]]
+    for path in (naive, cpu):
+        assert path.scatter_rows(value, index, 3).tolist() == [[8.0], [258.0], [0.0]]
+    with interpreted():
+        for path in (naive, cpu, triton):
+            made = path.scatter_rows(torch.tensor([[1e8], [-1e8], [1.0]]), torch.tensor([0, 0, 0]), 1)
+            assert made is not None and made.tolist() == [[1.0]], "in their order"
+    finer = torch.tensor([[1.0], [2.0**-40], [2.0**-41]], dtype=torch.float64)
+    made = cpu.scatter_rows(finer, torch.tensor([0, 0, 1]), 2)
+    assert made is not None and made.tolist() == [[1 + 2.0**-40], [2.0**-41]]
     large = torch.tensor([[2**53], [1]])
     assert scatter_rows(large, torch.tensor([0, 0]), 1).tolist() == [[2**53 + 1]], "integers stay integers"
 
@@ -95,6 +108,8 @@ def test_any_number_of_dims_is_taken(shape: tuple[int, ...]):
         gathered = gather_rows(value, index)
         assert torch.equal(scatter_rows(value, index, 5), rows)
     assert torch.equal(gathered[[0, 2, 3]], value[[3, 1, 3]]) and not gathered[1].any()
+    for made, wanted in ((cpu.gather_rows(value, index), gathered), (cpu.scatter_rows(value, index, 5), rows)):
+        assert made is not None and torch.equal(made, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,15 +131,38 @@ def test_a_gradient_in_float64_is_added_in_float64():
     assert torch.equal(found, torch.full_like(value, 1 + 2.0**-40))
 
 
-def test_gradients_of_the_definitions_are_right_twice():
+@pytest.mark.parametrize("path", [cpu, naive])
+def test_gradients_of_the_definitions_are_right_twice_and_the_librarys(path):
     index = torch.tensor([2, -1, 0, 2, 9])
 
     def run(value: Tensor, given: Tensor) -> tuple[Tensor, ...]:
-        return gather_rows(value, index) ** 2, scatter_rows(given, index, 4) ** 2
+        return path.gather_rows(value, index) ** 2, path.scatter_rows(given, index, 4) ** 2
 
     inputs = [draw(rows, 3, dtype=torch.float64, seed=rows).requires_grad_() for rows in (4, 5)]
     assert torch.autograd.gradcheck(run, inputs)
     assert torch.autograd.gradgradcheck(run, inputs)
+
+
+def test_columns_apart_and_expanded_rows_are_taken_by_the_library():
+    index = torch.tensor([1, -1, 0, 1])
+    for value in (draw(7, 4, dtype=torch.float32).t(), draw(1, 7, dtype=torch.float32).expand(4, 7)):
+        gathered, scattered = cpu.gather_rows(value, index), cpu.scatter_rows(value, index, 2)
+        assert gathered is not None and torch.equal(gathered, naive.gather_rows(value, index))
+        assert scattered is not None and torch.equal(scattered, naive.scatter_rows(value, index, 2))
+
+
+def test_the_dispatcher_asks_the_library_and_torch_takes_the_rest(monkeypatch: pytest.MonkeyPatch):
+    value, index = draw(3, 4, dtype=torch.float32), torch.tensor([1, 1, -1])
+    turned, whole = torch._neg_view(value), value.int()
+    assert cpu.gather_rows(turned, index) is None and cpu.scatter_rows(turned, index, 2) is None
+    assert cpu.scatter_rows(whole, index, 2) is None
+    assert torch.equal(gather_rows(turned, index)[:2], -value[[1, 1]])
+    assert torch.equal(scatter_rows(turned, index, 2)[1], -value[0] - value[1])
+    with TorchDispatchMode():
+        assert cpu.gather_rows(value, index) is None and cpu.scatter_rows(value, index, 2) is None
+    monkeypatch.setattr(naive, "gather_rows", None)
+    monkeypatch.setattr(naive, "scatter_rows", None)
+    assert gather_rows(value, index).shape == value.shape and not scatter_rows(value, index, 1).any()
 
 
 def test_an_index_that_is_none_is_refused():

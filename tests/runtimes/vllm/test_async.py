@@ -155,7 +155,7 @@ def told() -> dict[str, Any]:
         with traced("llama", mode="async") as engine:
             return await story(engine)
 
-    return asyncio.run(asyncio.wait_for(main(), 90))
+    return asyncio.run(asyncio.wait_for(main(), 240))
 
 
 def test_saved_values_arrive_on_the_finished_output(told: dict[str, Any]) -> None:

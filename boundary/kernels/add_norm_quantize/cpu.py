@@ -1,0 +1,66 @@
+"""`add_norm_quantize` through the compiled library: a row's norm stays in the cache until it is quantized."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...compiled import library
+from ..add_norm.naive import wide
+from ..host import code_of, host_norm, records, rows_of
+from ..norms import NormFormula
+from .naive import FLOOR, LIMITS
+
+
+def add_norm_quantize(
+    value: Tensor, residual: Tensor | None, formula: NormFormula, dtype: torch.dtype, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """See the dispatcher; None for what the library does not take.
+
+    Where autograd records, the sum is torch's, which has the same bits.
+    """
+    code = code_of(value) if residual is None else code_of(value, residual)
+    if code is None or not value.dim() or not value.shape[-1]:
+        return None
+    if residual is not None and residual.shape != value.shape:
+        return None
+    if scale is not None and (code_of(scale) is None or records(scale)):
+        return None
+    hidden = value.shape[-1]
+    spec = host_norm(formula, hidden)
+    if spec is None:
+        return None
+    quantized = torch.empty(value.shape, dtype=dtype)
+    scales = torch.empty(*value.shape[:-1], 1) if scale is None else scale
+    total, written = value, None
+    if residual is not None and records(value, residual):
+        total = (wide(value) + wide(residual)).to(residual.dtype)
+    elif residual is not None:
+        total = written = torch.empty_like(value, memory_format=torch.contiguous_format)
+    count = value.numel() // hidden
+    if not count:
+        return quantized, scales, total
+    value, value_stride = rows_of(value)
+    residual, residual_stride = (None, 0) if residual is None else rows_of(residual)
+    lib = library()
+    assert lib is not None
+    failed = lib.add_norm_quantize(
+        value.data_ptr(),
+        value_stride,
+        None if residual is None else residual.data_ptr(),
+        residual_stride,
+        None if written is None else written.data_ptr(),
+        quantized.data_ptr(),
+        dtype == torch.int8,
+        scales.data_ptr() if scale is None else None,
+        1.0 if scale is None else scale.item(),
+        *LIMITS[dtype],
+        FLOOR,
+        count,
+        hidden,
+        code,
+        spec,
+    )
+    if failed:
+        raise MemoryError(f"no memory for a row of {hidden} elements")
+    return quantized, scales, total
