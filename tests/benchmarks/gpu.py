@@ -835,7 +835,7 @@ def main() -> int:
     for part in (two_gpus, norms, completions, others, shots):
         part(bench)
         torch.cuda.empty_cache()
-    print(f"{table.missed} targets missed" if table.missed else "no target missed")
+    print(table.summary())
     return 1 if table.missed else 0
 
 
