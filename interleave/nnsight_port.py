@@ -8,6 +8,7 @@ upgrade of nnsight is reviewed here and in this module's contract test, nowhere 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -80,6 +81,12 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
         with lock:
             return function(*args, **kwargs)
 
+    def renew() -> None:
+        nonlocal lock
+        lock = threading.RLock()
+
+    # A process that is forked has none of the threads that may be inside.
+    os.register_at_fork(after_in_child=renew)
     return entered
 
 

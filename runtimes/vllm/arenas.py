@@ -23,7 +23,7 @@ from .watch import place
 SHARED_MEMORY = "/dev/shm"
 #: From this many bytes on, a tensor lies in a file.
 LARGE = 4096
-#: Bytes of files that are given back which the directory holds at most, and the part of its file system.
+#: Bytes of files that were given back, at most, and the part of the directory's file system: whichever is less.
 KEPT_BYTES = 256 << 20
 KEPT_PART = 1 / 8
 #: How the names of files that were given back begin.
@@ -56,8 +56,14 @@ class Arenas(NamedTuple):
         return uuid.uuid4().hex
 
     def create(self, name: str, num_bytes: int) -> int:
-        """The descriptor of an arena of at least that many bytes, whose contents are anything; the caller closes it.
-        Raises OSError where the directory is gone or full."""
+        """The descriptor of a new arena; the caller closes it. Raises OSError where the directory is gone or full."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(os.path.join(self.path, name), flags, 0o600)
+        os.ftruncate(descriptor, num_bytes)
+        return descriptor
+
+    def take(self, name: str, num_bytes: int) -> int:
+        """The same of an arena that was given back, if one is large enough: it may be larger, and holds anything."""
         path = os.path.join(self.path, name)
         for size, free in sorted(self._free()):
             if size >= num_bytes:
@@ -65,9 +71,7 @@ class Arenas(NamedTuple):
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(os.path.join(self.path, free), path)
                     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.ftruncate(descriptor, num_bytes)
-        return descriptor
+        return self.create(name, num_bytes)
 
     def _free(self) -> Iterator[tuple[int, str]]:
         """The bytes and the name of every file that was given back."""
@@ -86,7 +90,7 @@ class Arenas(NamedTuple):
         os.unlink(os.path.join(self.path, name))
 
     def give_back(self, name: str) -> None:
-        """Let other messages have an arena that nobody reads any more; where enough of them are kept, remove it."""
+        """Let another result have an arena that nobody reads any more; where enough of them are kept, remove it."""
         path = os.path.join(self.path, name)
         system = os.statvfs(self.path)
         bound = min(KEPT_BYTES, KEPT_PART * system.f_blocks * system.f_frsize)

@@ -1,14 +1,16 @@
 """What a vLLM engine's values are on each rank, by location.
 
 Views (`views/`) declare the locations they act out. Everything else is vLLM's own value: whole, unless it lies between
-a layer that splits its output and one that takes its input split. Even whole values are served as copies: fused kernels
-write their results into the storage of their arguments, and what a block saved must stay what the module returned.
+a layer that splits its output and one that takes its input split. Even whole values are served as copies, unless they
+were made for the visit: fused kernels write their results into the storage of their arguments, and what a block saved
+must stay what the module returned.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -17,14 +19,12 @@ from interleave import nnsight_port as port
 from interleave.errors import InterleaveError
 from interleave.fragments import Fragments, Placed, Refused, Tree
 from interleave.late import LateEdits
-from interleave.layout import Layout, Snapshot, Whole
+from interleave.layout import Layout, Snapshot
 
 BETWEEN = "it lies between a layer that splits its output and one that takes its input split"
 
-#: A value that every rank holds whole, in storage that the engine writes over.
+#: A value that every rank holds whole.
 COPY = Placed(Snapshot(), "alone")
-#: The same in storage of its own, which blocks may have.
-WHOLE = Placed(Whole(), "alone")
 
 
 class EngineFragments(Fragments):
@@ -33,6 +33,7 @@ class EngineFragments(Fragments):
     Attributes:
         between: Paths of the modules whose inner values are pieces.
         read_only: Locations that can be looked at and not changed -> why.
+        made: The value of the visit that is served now, where it was made for it: blocks get it, and no copy.
     """
 
     def __init__(self) -> None:
@@ -42,6 +43,7 @@ class EngineFragments(Fragments):
         self.groups["alone"] = ThreadGroup.create([0], name="alone")[0]
         self.between: set[str] = set()
         self.read_only: dict[str, str] = {}
+        self.made: Any = None
 
     def instrument(self, envoy: port.Envoy) -> None:
         """Nothing: views declare what is known, once the tree stands."""
@@ -57,6 +59,11 @@ class EngineFragments(Fragments):
             if path in self.between:
                 return Refused(BETWEEN)
         return COPY
+
+    def whole(self, location: str, value: Any, key: str = "") -> tuple[Any, Callable[[Any], Any] | None]:
+        if value is self.made and all(node == COPY for node in nodes(self.layout(location))):
+            return value, None
+        return super().whole(location, value, key)
 
     def exchanges(self, location: str) -> bool:
         return any(isinstance(node, Placed) and node.layout.exchanges for node in nodes(self.layout(location)))

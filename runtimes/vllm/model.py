@@ -414,7 +414,11 @@ class EngineModel(Model, EngineEnvoy, vllm_port.VLLM):  # pyright: ignore[report
         for packed in getattr(output, "nnsight_sequences", None) or [getattr(output, "nnsight_saves", {})]:
             saves = dict(packed)
             if PACKED in saves:
-                saves |= answers.open(saves.pop(PACKED), mediator.sent)
+                try:
+                    saves |= answers.open(saves.pop(PACKED), mediator.sent)
+                except Exception as error:
+                    # The other requests' answers are opened all the same.
+                    output.error = error if output.error is None else output.error
             sequences.append(saves)
         output.nnsight_sequences = sequences
         output.nnsight_saves = sequences[0]

@@ -27,6 +27,7 @@ from interleave.ranks.packing import (
     Unpacker,
     pack,
 )
+from interleave.ranks.raised import Raised
 from interleave.ranks.surroundings import RandomState
 from interleave.ranks.tensors import Incoming, Outgoing, Table
 
@@ -45,10 +46,17 @@ class Bytes:
 
     @classmethod
     def of(
-        cls, value: Any, tree: Tree, tensors: Outgoing, known: Any = ({}, {}), arenas: Arenas | None = None
+        cls,
+        value: Any,
+        tree: Tree,
+        tensors: Outgoing,
+        known: Any = ({}, {}),
+        arenas: Arenas | None = None,
+        shared: bool = False,
     ) -> tuple[Bytes, Packer]:
+        """`shared`: for several receivers, who do not give the arena back."""
         data, packer = pack(value, lambda file: Packer(file, tree, tensors, known))
-        return cls(data, *_laid_out(tensors, arenas)), packer
+        return cls(data, *_laid_out(tensors, arenas, shared)), packer
 
     def tensors(self, arenas: Arenas | None, shared: bool = False) -> Incoming:
         """The tensors: seen in their arena where other receivers share it; else copied out of it, and it is given
@@ -62,12 +70,12 @@ class Bytes:
         return tensors
 
 
-def _laid_out(tensors: Outgoing, arenas: Arenas | None) -> tuple[Table, str | None]:
+def _laid_out(tensors: Outgoing, arenas: Arenas | None, shared: bool) -> tuple[Table, str | None]:
     """The table of a message's tensors, and the name of their arena; without one where that has no room."""
     if arenas is not None:
         name = arenas.name()
         try:
-            table, descriptor = tensors.finish(partial(arenas.create, name), LARGE)
+            table, descriptor = tensors.finish(partial(arenas.create if shared else arenas.take, name), LARGE)
         except OSError:
             with contextlib.suppress(OSError):
                 arenas.remove(name)
@@ -111,7 +119,7 @@ def ship(mediator: port.Mediator, tree: Tree, arenas: Arenas | None = None) -> S
     saved = port.saves()
     mediator.presaved = {name for name, value in used_locals.items() if id(value) in saved}
     try:
-        packed, packer = Bytes.of((mediator, mediator.presaved), tree, tensors, arenas=arenas)
+        packed, packer = Bytes.of((mediator, mediator.presaved), tree, tensors, arenas=arenas, shared=True)
     except Exception as error:
         raise _naming(error, {**used_globals, **used_locals}, tree) from None
     texts = {name: port.Tracer.source(name) for name in packer.filenames}
@@ -274,8 +282,10 @@ class Answers:
         self._merger = Merger()
         self._drawn: list[Drawn] = []
 
-    def open(self, packed: Bytes, sent: Sent) -> dict[str, Any]:
-        """The saved values of one request's block."""
+    def open(self, packed: Bytes | Raised, sent: Sent) -> dict[str, Any]:
+        """The saved values of one request's block. Raises what came of packing them."""
+        if isinstance(packed, Raised):
+            raise packed.rebuild()
         unpacker = Unpacker(packed.pickle, self.tree, packed.tensors(self.arenas), sent.objects, sent.tensors)
         saves, changes, tensors, drawn = unpacker.load()
         self._merger.add(sent, changes, tensors)

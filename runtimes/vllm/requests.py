@@ -43,11 +43,11 @@ class Request(vllm_port.Request):
 
     Attributes:
         traced: Whether a block came with it.
-        told_here: Whether this rank tells the client what its block saved.
-        answer: What is told: its saved values and what it changed, packed under :data:`PACKED`.
+        answers: Whether this rank answers the client.
+        answer: What its block saved and changed, under :data:`PACKED`.
     """
 
-    __slots__ = ("answer", "told_here", "traced")
+    __slots__ = ("answer", "answers", "traced")
 
     @property
     def ended(self) -> bool:
@@ -56,19 +56,24 @@ class Request(vllm_port.Request):
         return self.traced and (self.error is not None or (mediator is not None and mediator.exception is not None))
 
     def saves(self) -> dict[str, Any]:
-        """What its block saved and changed, packed for the client, if this rank tells it."""
+        """What its block saved and changed, packed for the client, if this rank answers; or the error of packing it."""
         mediator = self.mediator
         if mediator is None or mediator.arrived is None:
             return {}
         saved = super().saves()
         for value in saved.values():
             port.saves().discard(id(value))
-        if self.told_here:
+        if self.answers:
             try:
                 self.answer = {PACKED: mediator.arrived.answer(saved, mediator.drawn())}
             except Exception as error:
-                self.error = deferred(error)
+                self.answer = {PACKED: Raised.of(error)}
         return self.answer
+
+    def release(self) -> None:
+        """Let go of what its block held, now that its request is over: frames of errors and functions hold it in
+        circles, which Python finds at some later time."""
+        release(self.mediator)
 
 
 class Requests(vllm_port.Requests):
@@ -85,28 +90,26 @@ class Requests(vllm_port.Requests):
         self.arenas = arenas
         #: Requests of which this step computes old tokens only: there is nothing new for their blocks.
         self.behind: set[str] = set()
-        self._count = 0
+        self._turns = 0
 
-    def _told_here(self) -> bool:
-        """Whether it is this rank that tells of the next request: every rank of the first stage could, since all hold
-        the same values, so they take turns."""
-        self._count += 1
-        return get_pp_group().is_first_rank and self._count % get_tp_group().world_size == get_tp_group().rank_in_group
+    def _take_turn(self) -> bool:
+        """Whether it is this rank that answers for the next traced request: every rank of the first stage could, since
+        all hold the same values, so they take turns."""
+        self._turns += 1
+        return get_pp_group().is_first_rank and self._turns % get_tp_group().world_size == get_tp_group().rank_in_group
 
-    def told(self, collected: bytes, requests: list[Request], wanted: set[str]) -> bytes:
-        """What nnsight collects on this rank, and what the rank tells besides: nnsight itself has rank 0 alone tell."""
-        told = [request for request in requests if request.told_here and (request.answer or request.error)]
-        if not told or get_pp_group().rank == 0:
+    def with_answers(self, collected: bytes, requests: list[Request], wanted: set[str]) -> bytes:
+        """What nnsight collects on this rank, and this rank's answers, of which nnsight takes those of rank 0 alone."""
+        answered = [request for request in requests if request.answer]
+        if not answered or get_pp_group().rank == 0:  # the rank among all of the engine
             return collected
         entries = pickle.loads(collected)
-        for request in told:
+        for request in answered:
             engine_id, index = request.key(wanted)
             entry = entries[engine_id]
             entry["sequences"][index]["saves"] = request.answer
             if not index:
                 entry["saves"] = request.answer
-            if entry["error"] is None:
-                entry["error"] = request.deferred()
         return pickle.dumps(entries)
 
     def register(self, registration_id: str, payload: bytes, persistent_objects: dict, name: str | None = None) -> None:
@@ -121,9 +124,9 @@ class Requests(vllm_port.Requests):
             if data.req_id in self.requests:
                 continue  # put aside before, and taken up again
             request = self.requests[data.req_id] = Request(data.req_id)
-            request.answer, request.told_here = {}, self._told_here()
             extra = getattr(data.sampling_params, "extra_args", None) or {}
             request.traced = BLOCK in extra
+            request.answer, request.answers = {}, request.traced and self._take_turn()
             self.install(request, extra.get("nnsight_edits"))
             if BLOCK in extra:
                 try:
@@ -162,7 +165,11 @@ class Requests(vllm_port.Requests):
                 request.copies[number] = template.for_request()
 
     def harvest(self, finished: set[str]) -> None:
+        over = [request.copies for request in self.requests.values() if request.named(finished)]
         super().harvest(finished)
+        for copies in over:
+            for copy in copies.values():
+                release(copy)
         for request in self.requests.values():
             for taken in request.harvested.values() if request.named(finished) else ():
                 for name, value in list(taken["saves"].items()):
@@ -269,6 +276,21 @@ class Requests(vllm_port.Requests):
             mediator.nnsight_error = deferred(thrown)
             if expected is not None and thrown is error:
                 mediator.nnsight_error |= {"is_control_flow": True, "warning": expected}
+        finally:
+            del error  # its traceback holds this frame, and so the block
+
+
+def release(mediator: Any) -> None:
+    """Let go of what a block that is over held; one that still waits for something is ended."""
+    if mediator is None:
+        return
+    if mediator.worker is not None and not mediator.worker.dead:
+        mediator.worker.parent = port.getcurrent()
+        with contextlib.suppress(BaseException):
+            mediator.worker.throw()
+    mediator.lcls.shared.clear()
+    mediator.lcls.clear()
+    mediator.exception = mediator.arrived = None
 
 
 def _is_location(location: str | None) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from boundary.collectives import outside_inference
 from interleave import nnsight_port as port
 from interleave.errors import InterleaveError, ShapeChanged
 from interleave.fragments import Lacking, holds, with_items
@@ -81,7 +82,8 @@ class RowBatcher(port.Batcher):
         dim = axis(full, group.total)
         if dim is None:
             return full
-        new = full.clone()
+        with outside_inference():
+            new = full.clone()
         new.narrow(dim, group.start, group.size).copy_(edited)
         return new
 

@@ -93,10 +93,18 @@ class Runner(vllm_port.NNsightGPUModelRunner):
     def collect_nnsight(
         self, request_ids: list[str], finished_request_ids: list[str] | None = None, outputs: dict | None = None
     ) -> bytes | None:
-        wanted = {*request_ids, *(finished_request_ids or ())}
+        finished = set(finished_request_ids or ())
+        wanted = {*request_ids, *finished}
         requests = [request for request in self.nnsight_requests.requests.values() if request.named(wanted)]
+        for request in requests if outputs is None else ():
+            request.answers = False  # the client has given it up, and opens no answer
         collected = super().collect_nnsight(request_ids, finished_request_ids, outputs)
-        return None if collected is None else self.nnsight_requests.told(collected, requests, wanted)
+        if collected is not None:
+            collected = self.nnsight_requests.with_answers(collected, requests, wanted)
+        for request in requests:
+            if request.named(finished):
+                request.release()
+        return collected
 
     def _finish_erred(self, sampler_output: Any) -> None:
         """Nothing: the scheduler is told."""

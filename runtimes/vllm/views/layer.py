@@ -11,7 +11,6 @@ import torch
 from boundary.collectives import outside_inference
 from interleave.layout import same_bits
 
-from ..fragments import COPY, WHOLE
 from .base import OF_A_STEP, Native, TensorView
 
 #: Bytes of a tensor that stay in a core's cache next to two more.
@@ -68,13 +67,19 @@ class LayerView(TensorView):
         dress, undress = (
             (self.dressed_input, self.undressed_input) if side == "input" else (self.dressed, self.undressed)
         )
-        # The sum is made for this visit, so blocks may have it, and no copy of it.
-        if self.fragments.layout(self.location(side)) == dress(COPY):
-            self.place(side, dress(WHOLE))
+        read = self.location(side) in self.interleaver.parked
         with outside_inference():
             stream = part + residual
-        left = self.unbatched(undress(self.visit(side, dress(self.batched(stream)))))
+        self.fragments.made = dress(self.batched(stream))
+        try:
+            left = self.unbatched(undress(self.visit(side, self.fragments.made)))
+        finally:
+            self.fragments.made = None
+        if not read:
+            return
         self.fragments.late.watch(self.location(side), stream)
+        if self.interleaver.swapped:
+            self.fragments.late.watch(self.location(side), left)
         if not is_sum(left, part, residual):
             self.settle_stream(part + residual, left, part, residual)
 
