@@ -215,8 +215,8 @@ def _from_pending(
 def _fused(
     entry: StageEntry, contribution: Contribution, residual: LayerResidual, batch: ForwardBatch
 ) -> tuple[Any, LayerResidual] | None:
-    """What the first candidate that takes it makes of the contribution; None if all decline, having touched
-    nothing.
+    """What the first candidate that takes it makes of the contribution; None if all decline, and then nothing has been
+    done but a transform that goes before the sum in any case.
     """
     owed, rows = contribution.owed, entry.edge.input.read_rows
     assert owed is not None

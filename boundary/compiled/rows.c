@@ -250,6 +250,7 @@ EXPORTED int knows_dtype(int dtype) {
 
 /* `offset + values` in the accumulator's dtype, the addition in that dtype too. */
 static void widen(void *out, const void *values, int dtype, double offset, int64_t count, int wide) {
+    if (offset == 0) offset = -0.0; /* which leaves zeros their sign */
     if (!wide && dtype == FLOAT32 && offset == 0)
         memcpy(out, values, (size_t)count * 4);
     else if (wide)
@@ -347,8 +348,8 @@ EXPORTED int moe_finalize(const void *outputs, int64_t outputs_stride, int64_t c
     return 0;
 }
 
-/* The rows of `value`, of which there are `rows`, `bytes` long and `stride` bytes apart, that `index` names; zeros where
-   it names none. */
+/* The rows of `value`, of which there are `rows`, `bytes` long and `stride` bytes apart, that `index` names; zeros
+   where it names none. */
 EXPORTED void gather_rows(const char *value, int64_t rows, int64_t stride, const int64_t *index, char *out,
                           int64_t count, int64_t bytes) {
     for (int64_t i = 0; i < count; i++, out += bytes)

@@ -229,7 +229,8 @@ static void NAME(finalize_run)(const finalized_t *rows, const norm_t *norm, cons
     A *factors = scratch + 3 * width;
     for (int64_t r = 0; r < rows->count; r++) {
         for (int64_t c = 0; c < rows->choices; c++)
-            factors[c] = (A)element(rows->weights, rows->weights_dtype, r * rows->weights_stride + c * rows->weight_stride);
+            factors[c] =
+                (A)element(rows->weights, rows->weights_dtype, r * rows->weights_stride + c * rows->weight_stride);
         const T *first = (const T *)rows->outputs + r * rows->outputs_stride;
         const T *shared = rows->shared ? (const T *)rows->shared + r * rows->shared_stride : 0;
         const T *residual = rows->residual ? (const T *)rows->residual + r * rows->residual_stride : 0;

@@ -40,7 +40,7 @@ class FusedInput:
         run: `run(value, sum, residual, norm)`, all rows of one rank; None to decline.
         accepts_handoff: It takes `HandoffOutput`s instead of terms of a sum.
         leaves_residual: For how many rows the residual tensor is certainly not written to, whatever is
-            answered.
+            answered. The rows are all of the residual's, of which `scatter` may be given a part.
         scatter: `scatter(term, sum, counts, residual, norm)`, where one reduce-scatter completes the sum: rank
             `i` of the group keeps `counts[i]` rows of it, and the residual has this rank's, of which there may
             be none. None to decline; None in its place offers nothing.

@@ -19,8 +19,8 @@ from .one_pass import OnePassFusion
 def install_triton_fusion(
     *, finalizes: bool = True, terminal_finalize: bool = False, eps: float = 1e-6
 ) -> OnePassFusion:
-    """A provider that completes the sums of groups that have a workspace; sums that do not fit in it are completed
-    the way that they are without it.
+    """A provider that completes the sums of groups that have a workspace. Of sums that its kernels do not take (they do
+    not fit in it, or their rows are too long) the ranks exchange all terms, and torch does the rest.
 
     Args:
         finalizes, terminal_finalize, eps: As :class:`boundary.fusions.one_pass.OnePassFusion` has them.

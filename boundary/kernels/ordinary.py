@@ -30,4 +30,6 @@ def watched() -> bool:
 
 def is_ordinary(tensor: Tensor) -> bool:
     """Whether the tensor's elements lie in memory as they read, at its strides."""
-    return type(tensor) in _CLASSES and tensor.layout is torch.strided and not tensor.is_neg() and not tensor.is_conj()
+    if type(tensor) not in _CLASSES or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())

@@ -23,6 +23,7 @@ import faulthandler
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ from boundary.kernels.mhc import triton as mhc
 from boundary.kernels.moe_finalize import naive as finalize_naive
 from boundary.kernels.moe_finalize import triton as finalize
 from boundary.kernels.norms import Kind, NormFormula
+from boundary.kernels.reduce_scatter_add_norm import reduce_scatter_add_norm
 from boundary.kernels.reduce_scatter_add_norm import triton as reduce_scatter
 from boundary.kernels.rows import naive as rows_naive
 from boundary.kernels.rows import triton as rows_triton
@@ -301,41 +303,52 @@ class Ranks:
         self.workspaces = [Workspace.over(addresses, rank, capacity, device, self.memory) for rank in range(size)]
 
     def play(self, parts: int, terms: list[Tensor], residual: Tensor, formula: NormFormula | None,
-             results: list[tuple[Tensor | None, Tensor]], two_shots: bool) -> None:  # fmt: skip
-        """Some parts of a call, by one rank after the other."""
-        for term, workspace, (normed, total) in zip(terms, self.workspaces, results, strict=True):
-            all_reduce.launch(term, workspace, residual, formula, normed, total, parts, two_shots)
+             results: list[tuple[Tensor | None, Tensor]], two_shots: bool = False, counts: list[int] | None = None,
+             ) -> None:  # fmt: skip
+        """Some parts of a call, by one rank after the other. With `counts`, each rank keeps so many of the rows."""
+        for rank, (term, workspace, (normed, total)) in enumerate(zip(terms, self.workspaces, results, strict=True)):
+            if counts is None:
+                all_reduce.launch(term, workspace, residual, formula, normed, total, parts, two_shots)
+            else:
+                own = residual.split(counts)[rank]
+                reduce_scatter.launch(term, counts, workspace, own, formula, normed, total, parts)
 
     def complete(
-        self, terms: list[Tensor], residual: Tensor, formula: NormFormula | None, two_shots: bool
-    ) -> list[tuple[Tensor | None, Tensor]]:
+        self, terms: list[Tensor], residual: Tensor, formula: NormFormula | None, two_shots: bool = False,
+        counts: list[int] | None = None,
+    ) -> list[tuple[Tensor | None, Tensor]]:  # fmt: skip
         """One call without its meetings: every rank plays one part of it before any plays the next."""
-        results = empty_results(terms, formula)
+        results = empty_results(shares(residual, len(terms), counts), formula)
         last = meeting.COLLECT.value | meeting.TAKE_TURNS.value
         for parts in (meeting.COPY.value, meeting.SUM.value, last):
-            self.play(parts, terms, residual, formula, results, two_shots)
+            self.play(parts, terms, residual, formula, results, two_shots, counts)
         return results
 
     def in_turn(
-        self, terms: list[Tensor], residual: Tensor, formula: NormFormula | None
+        self, terms: list[Tensor], residual: Tensor, formula: NormFormula | None, counts: list[int] | None
     ) -> list[tuple[Tensor | None, Tensor]]:
         """One call of two ranks in one shot, its meeting included, of which the second begins when the first has ended.
 
         The first finds its flag up, as though the second were ahead by its copy, which is made here; raises the
         second's; and so the second need not wait either, and leaves the first's flag up for the next call.
         """
-        results = empty_results(terms, formula)
+        results = empty_results(shares(residual, 2, counts), formula)
         self.flags[0][:, 1] = 1
-        self.play(meeting.COPY.value, terms, residual, formula, results, False)
-        self.play(meeting.EVERYTHING, terms, residual, formula, results, False)
+        self.play(meeting.COPY.value, terms, residual, formula, results, counts=counts)
+        self.play(meeting.EVERYTHING, terms, residual, formula, results, counts=counts)
         return results
 
 
-def empty_results(terms: list[Tensor], formula: NormFormula | None) -> list[tuple[Tensor | None, Tensor]]:
+def shares(rows: Tensor, size: int, counts: list[int] | None) -> list[Tensor]:
+    """What each of `size` ranks keeps: without counts everything."""
+    return [rows] * size if counts is None else list(rows.split(counts))
+
+
+def empty_results(residuals: list[Tensor], formula: NormFormula | None) -> list[tuple[Tensor | None, Tensor]]:
     return [
-        (None if formula is None else torch.empty_like(term, memory_format=torch.contiguous_format),
-         torch.empty_like(term, memory_format=torch.contiguous_format))
-        for term in terms
+        (None if formula is None else torch.empty_like(own, memory_format=torch.contiguous_format),
+         torch.empty_like(own, memory_format=torch.contiguous_format))
+        for own in residuals
     ]  # fmt: skip
 
 
@@ -345,13 +358,16 @@ def check_completed(
     residual: Tensor,
     formula: NormFormula,
     what: str,
+    counts: list[int] | None = None,
 ) -> None:
+    """Every rank has the sum of all rows and its norm, or, with `counts`, those of its own."""
     wanted = all_reduce_naive.finish(terms, residual, formula)[1]
     right, _ = all_reduce_naive.finish([term.double() for term in terms], residual.double(), doubled(formula))
     assert right is not None
-    for rank, (normed, total) in enumerate(results):
-        same(total, wanted, f"{what}: the sum of rank {rank}")
-        near(normed, right, f"{what}: the norm of rank {rank}", len(terms))
+    every = zip(results, *(shares(one, len(results), counts) for one in (wanted, right)), strict=True)
+    for rank, ((normed, total), own, own_right) in enumerate(every):
+        same(total, own, f"{what}: the sum of rank {rank}")
+        near(normed, own_right, f"{what}: the norm of rank {rank}", len(terms))
 
 
 def check_all_reduce_add_norm(case: Case) -> None:
@@ -377,30 +393,31 @@ def check_reduce_scatter_add_norm(case: Case) -> None:
         if reduce_scatter.reduce_scatter_add_norm(residual, counts, ranks.workspaces[0], residual, formula) is not None:
             raise Wrong("no rows: the kernel took them")
         return
-    parts = residual.split(counts)
     for call in range(2):
         terms = [case.value(seed=10 * call + rank + 2) for rank in range(3)]
-        results = [empty_results([part], formula)[0] for part in parts]
-        for part in (meeting.COPY.value, meeting.SUM.value | meeting.TAKE_TURNS.value):
-            for term, workspace, own, (normed, total) in zip(terms, ranks.workspaces, parts, results, strict=True):
-                reduce_scatter.launch(term, counts, workspace, own, formula, normed, total, part)
-        for rank, result in enumerate(results):
-            theirs = [term.split(counts)[rank] for term in terms]
-            check_completed([result], theirs, parts[rank], formula, f"rank {rank} of 3 that keeps {counts[rank]} rows")
+        results = ranks.complete(terms, residual, formula, counts=counts)
+        check_completed(results, terms, residual, formula, f"3 ranks that keep {counts} rows", counts)
+
+
+def alternating(rows: int) -> list[list[int] | None]:
+    """What two ranks keep in calls that follow each other: None is an all-reduce. Each kind comes on both slots."""
+    return [None, [rows, 0], [rows - rows // 3, rows // 3], None, None, [0, rows]]
 
 
 def check_meeting(case: Case) -> None:
+    """All-reduces and reduce-scatters take turns on one workspace."""
     if not case.rows:
         return
     residual, formula = case.value(seed=1), case.formula("layer")
     ranks = Ranks(2, case.rows, case.hidden, case.dtype, case.device)
     programs = all_reduce.PROGRAMS
-    for call in range(3):
+    for call, counts in enumerate(alternating(case.rows)):
         terms = [case.value(seed=10 * call + rank + 2) for rank in range(2)]
-        results = ranks.in_turn(terms, residual, formula)
-        check_completed(results, terms, residual, formula, "two ranks that meet")
+        results = ranks.in_turn(terms, residual, formula, counts)
+        what = f"two ranks that meet and keep {'everything' if counts is None else counts}"
+        check_completed(results, terms, residual, formula, what, counts)
         if not bool((ranks.flags[0][:programs, 1] == 1).all()) or bool(ranks.flags[1].any()):
-            raise Wrong("two ranks that meet: flags are not as a call leaves them")
+            raise Wrong(f"{what}: flags are not as a call leaves them")
 
 
 CHECKS: dict[str, Callable[[Case], None]] = {
@@ -412,8 +429,8 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "rows": check_rows,
     "mhc": check_mhc,
     "all_reduce_add_norm": check_all_reduce_add_norm,
-    "all_reduce_add_norm's meeting": check_meeting,
     "reduce_scatter_add_norm": check_reduce_scatter_add_norm,
+    "the meeting of both": check_meeting,
 }
 
 
@@ -430,7 +447,9 @@ def poisoned() -> Iterator[None]:
 
 
 def run_checks(device: torch.device, shapes: list[tuple[int, int, bool]], dtypes: list[torch.dtype]) -> list[str]:
-    """What is wrong: the check's name, the case and how."""
+    """What is wrong: the check's name, the case and how. Whatever a case raises is, and the others run, unless the
+    device then runs nothing any more.
+    """
     wrong = []
     with poisoned():
         for name, check in CHECKS.items():
@@ -438,10 +457,23 @@ def run_checks(device: torch.device, shapes: list[tuple[int, int, bool]], dtypes
                 for dtype in dtypes:
                     try:
                         check(Case(device, rows, hidden, dtype, apart))
-                    except Wrong as error:
+                    except Exception as error:
                         layout = ", rows apart" if apart else ""
-                        wrong.append(f"{name} of [{rows}, {hidden}] {str(dtype)[6:]}{layout}: {error}")
+                        how = textwrap.shorten(str(error), 600)
+                        if not isinstance(error, Wrong):
+                            how = f"{type(error).__name__}: {how}"
+                        wrong.append(f"{name} of [{rows}, {hidden}] {str(dtype)[6:]}{layout}: {how}")
+                        if not isinstance(error, Wrong) and not works(device):
+                            return [*wrong, "the device runs nothing any more; the checks after that were not made"]
     return wrong
+
+
+def works(device: torch.device) -> bool:
+    """Whether the device still runs anything: after an access to memory that is not there it does not."""
+    try:
+        return torch.ones(2, device=device).sum().item() == 2
+    except Exception:
+        return False
 
 
 # --- How fast -------------------------------------------------------------------------------------------------------
@@ -658,13 +690,14 @@ def others(bench: Bench) -> None:
 class Emulated:
     """One rank's launch of a completion, of ranks that are all on one device: their terms are in their slots."""
 
-    def __init__(self, bench: Bench, size: int, rows: int, hidden: int) -> None:
+    def __init__(self, bench: Bench, size: int, rows: int, hidden: int, counts: list[int] | None = None) -> None:
+        self.counts = counts
         self.terms = [bench.draw(rows, hidden, seed=rank) for rank in range(size)]
         self.residual = bench.draw(rows, hidden, seed=20)
         self.formula = NormFormula(Kind.RMS, bench.draw(hidden, seed=21), 1e-6)
         self.ranks = Ranks(size, rows, hidden, self.residual.dtype, bench.device)
-        self.results = empty_results(self.terms, self.formula)
-        self.ranks.play(meeting.COPY.value, self.terms, self.residual, self.formula, self.results, False)
+        self.results = empty_results(shares(self.residual, size, counts), self.formula)
+        self.ranks.play(meeting.COPY.value, self.terms, self.residual, self.formula, self.results, counts=counts)
 
     def gate(self) -> None:
         self.run(meeting.SUM.value)
@@ -676,10 +709,13 @@ class Emulated:
 
     def run(self, parts: int, two_shots: bool = False, with_norm: bool = True) -> None:
         normed, total = self.results[0]
-        all_reduce.launch(
-            self.terms[0], self.ranks.workspaces[0], self.residual, self.formula if with_norm else None,
-            normed if with_norm else None, total, parts, two_shots,
-        )  # fmt: skip
+        formula, normed = (self.formula, normed) if with_norm else (None, None)
+        term, workspace = self.terms[0], self.ranks.workspaces[0]
+        if self.counts is None:
+            all_reduce.launch(term, workspace, self.residual, formula, normed, total, parts, two_shots)
+        else:
+            own = self.residual[: self.counts[0]]
+            reduce_scatter.launch(term, self.counts, workspace, own, formula, normed, total, parts)
 
 
 def completions(bench: Bench) -> None:
@@ -702,6 +738,14 @@ def completions(bench: Bench) -> None:
             per_byte = ratio * (size + 2) / (size + 3)
             note = f"{ratio:.2f} of its time, for {size + 3} in place of {size + 2} activations"
             bench.table.row(f"{what}, fused / sum, per byte", per_byte, FUSED_TARGET, note, at_most=True)
+            what = f"  {size} terms [{rows}, {hidden}], a rank's own rows"
+            if not bench.has_time(what):
+                continue
+            counts = [rows // size] * size
+            del emulated
+            scattered = Emulated(bench, size, rows, hidden, counts)
+            nbytes = (size + 3) * scattered.residual.nbytes // size
+            bench.measure(what, lambda e=scattered: e.run(sum_part), scattered.gate, nbytes)
     programs(bench)
 
 
@@ -760,7 +804,7 @@ def two_gpus(bench: Bench) -> None:
     if torch.cuda.device_count() < 2:
         print(
             "two ranks: not run, there is one GPU. That one waits for the other was not tried, because the kernel's "
-            "wait has no bound; `all_reduce_add_norm's meeting` ran its steps where no rank had to wait"
+            "wait has no bound; `the meeting of both` ran its steps where no rank had to wait"
         )
         return
     if not bench.has_time("two ranks"):
@@ -794,19 +838,34 @@ def _rank_main(rank: int, path: str) -> None:
         terms = [bench.draw(count, hidden, seed=number) for number in range(2)]
         residual = bench.draw(count, hidden, seed=20)
         with torch.no_grad():
-            for _ in range(3):
-                made = all_reduce_add_norm(terms[rank], group, residual, formula, "sum")
-                check_completed([made], terms, residual, formula, f"rank {rank} of two")  # type: ignore[list-item]
+            for counts in alternating(count):
+                what = f"rank {rank} of two that keep {'everything' if counts is None else counts}"
+                if counts is None:
+                    made = all_reduce_add_norm(terms[rank], group, residual, formula, "sum")
+                    check_completed([made], terms, residual, formula, what)  # type: ignore[list-item]
+                else:
+                    own = residual.split(counts)[rank]
+                    made = reduce_scatter_add_norm(terms[rank], counts, group, own, formula, "scatter")
+                    theirs = [term.split(counts)[rank] for term in terms]
+                    check_completed([made], theirs, own, formula, what)  # type: ignore[list-item]
+            halves = [count - count // 2, count // 2]
+            own = residual.split(halves)[rank]
             times = bench.series(
                 {
                     "fused": lambda t=terms, r=residual: all_reduce_add_norm(t[rank], group, r, formula, "sum"),
                     "sum": lambda t=terms, r=residual: all_reduce_add_norm(t[rank], group, r, None, "sum"),
+                    "scatter": lambda t=terms, r=own, c=halves: reduce_scatter_add_norm(
+                        t[rank], c, group, r, formula, "scatter"
+                    ),
                 }
             )
         ratio = statistics.median(a / b for a, b in zip(times["fused"], times["sum"], strict=True))
         if rank == 0:
             note = f"{statistics.median(times['fused']) * 1e6:.0f} us"
             table.row(f"two ranks [{count}, {hidden}], fused / sum", ratio, FUSED_TARGET, note, at_most=True)
+            ratio = statistics.median(a / b for a, b in zip(times["scatter"], times["fused"], strict=True))
+            note = f"{statistics.median(times['scatter']) * 1e6:.0f} us"
+            table.row(f"two ranks [{count}, {hidden}], own rows / all rows", ratio, None, note)
     dist.destroy_process_group()
     sys.exit(1 if table.missed else 0)
 

@@ -9,12 +9,12 @@ from stacks.decoders import Decoder
 from stacks.worlds import batch_of, build, on_threads
 from torch import nn
 
-from boundary import HandoffOutput, PaddingMode, Topology, declare_attn, declare_ffn, get_forward
+from boundary import HandoffOutput, PaddingMode, Topology, declare_attn, declare_ffn, get_forward, prepare
 from boundary.collectives import record
 from boundary.fusions import FusedAttentionInput, FusedMlpInput
 from boundary.fusions.all_reduce import ReferenceProvider, all_reduce_add_norm, fused_scatter
-from boundary.layout import FULL, SumGroup
-from boundary.output import OutputTransform
+from boundary.layout import ATTN_DP, ATTN_TP_SCATTER, FULL, Layout, SumGroup
+from boundary.output import Contribution, OutputTransform, Owed
 from boundary.residual import LayerResidual
 from boundary.residual import batch as residual_batch
 from boundary.residual.add_norm import AddNormRead, AddUpdate, GemmaRMSNorm, RMSNorm, add_norm
@@ -216,6 +216,52 @@ def test_a_reduce_scatter_is_not_offered_with(what):
         attention_tp=2 if what == "a gather after it" else 1, runtime={"boundary_reduction": "rs"},
     )  # fmt: skip
     assert all(results) and orders == [[]] * 4 and "reduce_scatter" in ops(events)
+
+
+@pytest.mark.parametrize("residual_on, asked", [("slices", False), ("attention's", True), ("all", True)])
+def test_a_reduce_scatter_is_not_offered_where_the_residual_would_be_gathered(residual_on, asked):
+    """A residual on slices that is read on attention's rows; one that is there, or is cut to them, is none such."""
+    orders = [[], []]
+
+    def rank_main(parallel, batch, make):
+        stage, _ = layer(
+            make, previous=declare_ffn(), options={"fusions": Scattering(orders[parallel.rank], first=True)}
+        )
+        entry, mover = stage.plan.select(batch).entry, stage.plan.runtime.mover
+        attention = entry.edge.input.read_rows
+        assert attention == Layout(frozenset({ATTN_DP}))
+        over = parallel.bound_sum(SumGroup.TP)
+        owed = Owed(FULL, attention, over, scatter=True)
+        term = term_of(rows_of("out", 4), parallel.tp)
+        contribution = Contribution(term, owed, attention, AddUpdate(), mover, batch.rows)
+        slices = Layout(frozenset({ATTN_DP, ATTN_TP_SCATTER}))
+        rows = {"slices": slices, "attention's": attention, "all": FULL}[residual_on]
+        residual = LayerResidual(rows_of("x", 4 if rows == FULL else 2), rows)
+        made = prepare._fused(entry, contribution, residual, batch)
+        assert (made is None) != asked and (contribution.value is term) != asked
+        return True
+
+    results, events = on_ranks(rank_main, tokens=(2, 2), padding=PaddingMode.SUM_LEN, attention_dp=2)
+    assert all(results) and ops(events) == (["reduce_scatter"] if asked else [])
+    assert orders == [[("first", [2, 2])] if asked else []] * 2
+
+
+def test_a_reduce_scatter_is_not_offered_where_rows_are_still_cut_after_it():
+    """It was selected to land on attention's rows, and the read is on slices of them."""
+
+    def rank_main(parallel, batch, make):
+        stage, _ = layer(make)
+        attention, slices = Layout(frozenset({ATTN_DP})), Layout(frozenset({ATTN_DP, ATTN_TP_SCATTER}))
+        mover, over = stage.plan.runtime.mover, parallel.bound_sum(SumGroup.TP)
+        assert mover.shares(over, FULL, slices, batch.rows) == [1, 1, 1, 1]
+        for lands, counts in ((attention, None), (slices, [1, 1, 1, 1])):
+            owed = Owed(FULL, lands, over, scatter=True)
+            contribution = Contribution(torch.ones(4, 8), owed, lands, AddUpdate(), mover, batch.rows)
+            assert prepare._shares(contribution, owed, slices) == counts
+        return True
+
+    results, _ = on_ranks(rank_main, tokens=(2, 2), padding=PaddingMode.SUM_LEN, attention_dp=2, attention_tp=2)
+    assert all(results)
 
 
 @pytest.mark.parametrize("takes", [True, False])

@@ -34,7 +34,7 @@ def test_every_test_named_in_the_table_exists():
             for node in ast.parse(path.read_text()).body
             if isinstance(node, ast.FunctionDef)
         }
-        for path in HERE.glob("test_*.py")
+        for path in HERE.rglob("test_*.py")
     }
     named = re.findall(r"`([a-z_]+)\.([a-z_0-9.]+)(?:\[[\w-]+\])?`", README)
     assert len(named) > 150

@@ -30,8 +30,8 @@ def add_norm_quantize(
     spec = host_norm(formula, hidden)
     if spec is None:
         return None
-    quantized = torch.empty(value.shape, dtype=dtype)
-    scales = torch.empty(*value.shape[:-1], 1) if scale is None else scale
+    quantized = value.new_empty(value.shape, dtype=dtype)
+    scales = value.new_empty((*value.shape[:-1], 1), dtype=torch.float32) if scale is None else scale
     total, written = value, None
     if residual is not None and records(value, residual):
         total = (wide(value) + wide(residual)).to(residual.dtype)

@@ -33,4 +33,4 @@ def add_norm_quantize(
     total = wide(value) if residual is None else wide(value) + wide(residual)
     normed = norm(total, formula, torch.float32).detach()
     scale = scale_of(normed, dtype) if scale is None else scale
-    return quantize(normed, scale, dtype), scale, value if residual is None else total.to(residual.dtype)
+    return quantize(normed, scale.detach(), dtype), scale, value if residual is None else total.to(residual.dtype)

@@ -111,15 +111,21 @@ def test_it_is_the_definition(
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
 @pytest.mark.parametrize("static", [None, 1.0, 0.3])
-def test_the_library_rounds_every_float32_as_the_definition(dtype: torch.dtype, static: float | None):
-    """Of all exponents and signs; without a scale the row's own is that of the largest float32."""
-    bits = torch.randint(-(2**31), 2**31, (200_001,), generator=torch.Generator().manual_seed(0)).int()
-    small = torch.randn(100_000, generator=torch.Generator().manual_seed(1)) * torch.tensor(2.0**-7)
-    values = torch.cat([bits.view(torch.float32), small, 1e5 * small])
+def test_the_library_rounds_random_float32s_as_the_definition(dtype: torch.dtype, static: float | None):
+    """With a scale, of all exponents and signs; a row's own scale would make most of those zero."""
+    values = torch.randn(200_000, generator=torch.Generator().manual_seed(1)) * 2.0**-7
+    if static is not None:
+        bits = torch.randint(-(2**31), 2**31, (200_001,), generator=torch.Generator().manual_seed(0)).int()
+        values = torch.cat([bits.view(torch.float32), values[:100_000], 1e5 * values[100_000:]])
+    values[:2] = torch.tensor([0.0, -0.0])
     found, scale = of_values(values, of_library, dtype, static)
     wanted, wanted_scale = of_values(values, naive.add_norm_quantize, dtype, static)
     assert torch.equal(scale, wanted_scale)
-    assert torch.equal(found.float().nan_to_num(nan=1000.0), wanted.float().nan_to_num(nan=1000.0))
+    nans = wanted.float().isnan()
+    assert torch.equal(found.float().isnan(), nans)
+    # A NaN's sign says nothing, a zero's does.
+    assert torch.equal(found.view(torch.uint8)[~nans], wanted.view(torch.uint8)[~nans])
+    assert (wanted.float() != 0).float().mean() > (0.9 if static is None else 0.4)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -258,6 +264,27 @@ def test_the_dispatcher_asks_the_kernel_and_torch_takes_the_rest(monkeypatch: py
     monkeypatch.setattr(naive, "add_norm_quantize", None)
     made = add_norm_quantize(value.float(), value.float(), formula("rms", 9, torch.float32), torch.int8)
     assert made[0].dtype == torch.int8
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, "meta"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_torchs_default_dtype_and_device_change_nothing(path: Path, dtype: torch.dtype, default: torch.dtype | str):
+    value, norm_of = draw(3, 17, dtype=torch.bfloat16), formula("gemma", 17, torch.bfloat16)
+    scales = [None, torch.tensor(0.02)]
+    wanted = [path(value, value, norm_of, dtype, scale) for scale in scales]
+    before = torch.get_default_dtype()
+    try:
+        if isinstance(default, torch.dtype):
+            torch.set_default_dtype(default)
+        with torch.device(default if isinstance(default, str) else "cpu"):
+            found = [path(value, value, norm_of, dtype, scale) for scale in scales]
+    finally:
+        torch.set_default_dtype(before)
+    for made, right in zip(found, wanted, strict=True):
+        for a, b in zip(made, right, strict=True):
+            assert a.dtype == b.dtype and a.device == b.device
+            assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def test_what_cannot_be_meant_is_refused():

@@ -59,23 +59,23 @@ class Ranks:
 
 
 @pytest.mark.parametrize("two_shots", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6)
 @given(
+    dtype=st.sampled_from(DTYPES),
     size=st.integers(1, 4),
-    rows=st.integers(1, 14),
+    rows=st.integers(1, 8),
     hidden=st.integers(1, 70),
     kind=st.sampled_from([None, *KINDS]),
     apart=st.booleans(),
 )
-@example(size=3, rows=14, hidden=64, kind="rms", apart=True)
-@example(size=2, rows=1, hidden=1, kind="layer", apart=False)
+@example(dtype=torch.bfloat16, size=3, rows=14, hidden=64, kind="rms", apart=True)
+@example(dtype=torch.float16, size=2, rows=1, hidden=1, kind="layer", apart=False)
 def test_it_is_the_definition_call_after_call(
     two_shots: bool, dtype: torch.dtype, size: int, rows: int, hidden: int, kind: str | None, apart: bool
 ):
     ranks = Ranks(size, rows, hidden, dtype)
     norm = None if kind is None else formula(kind, hidden, dtype)
-    for call in range(3):
+    for call in range(2):
         terms = [draw(rows, hidden, dtype=dtype, seed=10 * call + rank) for rank in range(size)]
         residual = draw(rows, hidden, dtype=dtype, seed=10 * call + 9)
         if apart:

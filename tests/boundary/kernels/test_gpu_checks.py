@@ -17,6 +17,7 @@ from boundary.kernels import gpu as launching
 from boundary.kernels.add_norm import triton as add_norm
 from boundary.kernels.all_reduce_add_norm import triton as all_reduce
 from boundary.kernels.reduce_scatter_add_norm import triton as reduce_scatter
+from boundary.kernels.silu_mul import triton as silu
 from tests.benchmarks import gpu
 from tests.benchmarks.kernels import Table
 from tests.pool import ROOT
@@ -36,12 +37,16 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+class Endless(BaseException):
+    """Which no check takes for a wrong kernel."""
+
+
 @pytest.fixture(autouse=True)
 def alarm() -> Iterator[None]:
     """Ends a test in which a rank waits for a flag that nobody raises."""
 
     def late(*_: object) -> None:
-        raise TimeoutError("a kernel does not end")
+        raise Endless("a kernel does not end")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(120)
@@ -82,6 +87,31 @@ def test_a_kernel_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch):
     assert "the kernel declined" in found
 
 
+def test_a_kernel_that_raises_is_named_and_the_other_cases_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu, "CHECKS", {"add_norm": gpu.check_add_norm, "silu_mul": gpu.check_silu_mul})
+    forward = add_norm.add_norm
+
+    def raises(value: torch.Tensor, *arguments: Any) -> Any:
+        if value.dtype == torch.bfloat16:
+            raise RuntimeError("out of resource:\n shared memory")
+        return forward(value, *arguments)
+
+    monkeypatch.setattr(add_norm, "add_norm", raises)
+    monkeypatch.setattr(silu, "silu_mul", lambda *_: None)
+    found = gpu.run_checks(CPU, [(2, 7, False)], [torch.bfloat16, torch.float32])
+    assert found[0] == "add_norm of [2, 7] bfloat16: RuntimeError: out of resource: shared memory"
+    assert [line.split(":")[0] for line in found[1:]] == ["silu_mul of [2, 7] bfloat16", "silu_mul of [2, 7] float32"]
+    # After an error that ends all that the device does, nothing else could be right.
+    monkeypatch.setattr(gpu, "works", lambda device: False)
+    first, last = gpu.run_checks(CPU, [(2, 7, False)], [torch.bfloat16, torch.float32])
+    assert first == found[0] and "runs nothing any more" in last
+
+
+def test_a_device_works_unless_it_raises():
+    assert gpu.works(CPU)
+    assert torch.cuda.is_available() or not gpu.works(torch.device("cuda"))
+
+
 class Event:
     """An event that happens when it is recorded."""
 
@@ -103,7 +133,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> gpu.Bench:
     sizes = {
         "NORMED": [(3, 16)],
         "OTHER": (3, 16),
-        "COMPLETED": [(4, 16)],
+        "COMPLETED": [(8, 16)],
         "SHOTS": [64, 128],
         "SHOT_HIDDEN": 16,
         "PROGRAM_COUNTS": [2, 5],
@@ -118,8 +148,8 @@ def test_what_is_timed_runs_and_is_right(small: gpu.Bench, capsys: pytest.Captur
         part(small)
     printed = capsys.readouterr().out
     for row in ("add_norm [3, 16]", "int8 by row", "by tensor", "backward", "silu_mul", "moe_finalize_add_norm of 8",
-                "gather_rows", "scatter_rows", "mix of 4", "collapse of 4", "8 terms [4, 16]", "5 programs",
-                "TWO_SHOTS from", "two ranks: not run"):  # fmt: skip
+                "gather_rows", "scatter_rows", "mix of 4", "collapse of 4", "8 terms [8, 16]", "a rank's own rows",
+                "5 programs", "TWO_SHOTS from", "two ranks: not run"):  # fmt: skip
         assert row in printed
     assert "wrong" not in printed and "the time is over" not in printed
 

@@ -53,24 +53,24 @@ def complete(
     return results
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=4)
 @given(
-    counts=st.lists(st.integers(0, 6), min_size=2, max_size=4).filter(any),
+    dtype=st.sampled_from(DTYPES),
+    counts=st.lists(st.integers(0, 4), min_size=2, max_size=4).filter(any),
     hidden=st.integers(1, 70),
     kind=st.sampled_from([None, *KINDS]),
     apart=st.booleans(),
 )
-@example(counts=[5, 0, 2, 6], hidden=64, kind="rms", apart=True)
-@example(counts=[0, 3, 0], hidden=33, kind="layer", apart=True)
-@example(counts=[0, 1], hidden=1, kind="gemma", apart=False)
+@example(dtype=torch.bfloat16, counts=[5, 0, 2, 6], hidden=64, kind="rms", apart=True)
+@example(dtype=torch.float16, counts=[0, 3, 0], hidden=33, kind="layer", apart=True)
+@example(dtype=torch.float32, counts=[0, 1], hidden=1, kind="gemma", apart=False)
 def test_it_is_the_definition_call_after_call(
     dtype: torch.dtype, counts: list[int], hidden: int, kind: str | None, apart: bool
 ):
     rows, size = sum(counts), len(counts)
     ranks = Ranks(size, rows, hidden, dtype)
     norm = None if kind is None else formula(kind, hidden, dtype)
-    for call in range(3):
+    for call in range(2):
         terms = [draw(rows, hidden, dtype=dtype, seed=10 * call + rank) for rank in range(size)]
         whole = draw(rows, hidden, dtype=dtype, seed=10 * call + 9)
         if apart:

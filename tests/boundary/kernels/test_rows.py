@@ -165,6 +165,15 @@ def test_the_dispatcher_asks_the_library_and_torch_takes_the_rest(monkeypatch: p
     assert gather_rows(value, index).shape == value.shape and not scatter_rows(value, index, 1).any()
 
 
+def test_a_tensor_of_zeros_that_has_no_memory_has_rows_of_zeros():
+    value, index = torch._efficientzerotensor((4, 3)), torch.tensor([2, -1, 0])
+    with interpreted():
+        in_kernels = gather_rows(value, index), scatter_rows(value[:3], index, 2)
+    for made in (in_kernels, (gather_rows(value, index), scatter_rows(value[:3], index, 2))):
+        assert [tuple(one.shape) for one in made] == [(3, 3), (2, 3)]
+        assert not any(one.any() for one in made)
+
+
 def test_an_index_that_is_none_is_refused():
     value = torch.zeros(2, 3)
     for index in (torch.zeros(2), torch.zeros(1, 2, dtype=torch.int64)):
