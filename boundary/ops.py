@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .collectives import Group
+from .gradients import once
 from .layout import ATTN_TP_SCATTER, FULL, Layout, RowFacts
 from .parallel import BoundSum, Parallel
 
@@ -41,7 +42,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradients[0]), None, None
+        return once(ctx.back(gradients[0]), gradients[0]), None, None
 
 
 def differentiable(value: Tensor, run: Step, back: Step) -> Tensor:

@@ -16,6 +16,7 @@ from typing import ParamSpec, TypeVar
 import nnsight
 from greenlet import getcurrent
 from nnsight import save
+from nnsight.intervention import serialization, source
 from nnsight.intervention.batching import Batcher, SkipParts
 from nnsight.intervention.cache import Cache, CacheView, Entry
 from nnsight.intervention.envoy import Envoy, traceable
@@ -73,27 +74,35 @@ R = TypeVar("R")
 
 
 def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, which threads enter one after another. A thread that is inside may enter it again."""
-    lock = threading.RLock()
+    """`function`, while no other thread is in one of these. A thread that is inside may enter again."""
 
     @functools.wraps(function)
     def entered(*args: P.args, **kwargs: P.kwargs) -> R:
-        with lock:
+        with _parsing:
             return function(*args, **kwargs)
 
-    def renew() -> None:
-        nonlocal lock
-        lock = threading.RLock()
-
-    # A process that is forked has none of the threads that may be inside.
-    os.register_at_fork(after_in_child=renew)
     return entered
 
+
+def _renew() -> None:
+    global _parsing
+    _parsing = threading.RLock()
+
+
+_renew()
+# A process that is forked has none of the threads that may be inside.
+os.register_at_fork(after_in_child=_renew)
 
 # CPython counts the depth of a syntax tree in one counter per interpreter, and may switch threads while it builds the
 # tree (a collection runs a finalizer): of two threads that opened a trace, or called `backward`, at the same instant,
 # one got `SystemError: AST constructor recursion depth mismatch`.
-Tracer.parse = one_at_a_time(Tracer.parse)
+for owner, parser in (
+    (Tracer, "parse"),
+    (source, "source_tree"),
+    (serialization, "_referenced_names"),
+    (serialization, "_lambda_source"),
+):
+    setattr(owner, parser, one_at_a_time(getattr(owner, parser)))
 
 __all__ = [
     "BODY_FORWARD",

@@ -9,8 +9,11 @@ from stacks.worlds import batch_of, build, on_threads
 from torch import nn
 
 from boundary import PaddingMode, SumGroup, Topology, declare_attn, declare_ffn, make_stages
+from boundary.collectives import ThreadGroup
+from boundary.kernels.reduce_scatter_add_norm import reduce_scatter_add_norm
 from boundary.layout import FULL
 from boundary.linear import ColumnParallelLinear, RowParallelLinear
+from boundary.ops import differentiable, summed
 from boundary.residual import batch as residual_batch
 from boundary.residual.add_norm import AddNormRead, RMSNorm
 
@@ -90,6 +93,24 @@ def test_a_terms_gradient_is_that_of_the_sum_fused_or_not(fusion):
         (want,) = torch.autograd.grad((made * weight("loss", 4, HIDDEN)).sum(), total)
     for gradient in on_threads(Topology(attention_tp=2), rank_main):
         torch.testing.assert_close(gradient, want)
+
+
+def test_a_second_gradient_is_right_or_refused():
+    (group,) = ThreadGroup.create([0], name="alone")
+    term, residual = (torch.randn(3, 8, dtype=DTYPE, requires_grad=True) for _ in range(2))
+
+    def first(made: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(made.pow(3).sum(), term, create_graph=True)[0]
+
+    (second,) = torch.autograd.grad(first(summed(term, group, "sum")).sum(), term)
+    torch.testing.assert_close(second, 6 * term)
+    moved = differentiable(term, lambda value: value.detach() * 1, lambda gradient: gradient.detach() * 1)
+    _, scattered = reduce_scatter_add_norm(term, [3], group, residual, None, "sum")
+    for made in (moved, scattered):
+        gradient = first(made)
+        torch.testing.assert_close(gradient, 3 * made.square())
+        with pytest.raises(NotImplementedError, match="once more"):
+            torch.autograd.grad(gradient.sum(), term)
 
 
 def test_a_finalizes_gradient_reaches_every_ranks_experts():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import inspect
 import subprocess
@@ -126,3 +127,21 @@ def test_threads_may_read_the_source_of_their_blocks_at_the_same_instant() -> No
     finally:
         gc.set_threshold(*thresholds)
     assert failed == []
+
+
+def test_no_other_part_of_nnsights_that_is_used_builds_syntax_trees() -> None:
+    root = Path(port.nnsight.__file__).parent
+    found = {
+        (str(path.relative_to(root)), function.name)
+        for path in root.rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef) and "ast.parse(" in ast.unparse(function)
+    }
+    assert found == {
+        ("tracing/tracer.py", "parse"),
+        ("tracing/tracer.py", "_parse_block"),  # of `parse`
+        ("intervention/source.py", "source_tree"),
+        ("intervention/serialization.py", "_referenced_names"),
+        ("intervention/serialization.py", "_lambda_source"),
+        ("modeling/vllm/serve/server.py", "_build_tracer"),  # nnsight's own server
+    }

@@ -5,13 +5,13 @@ The paths are those of `all_reduce_add_norm`, asked in the same order; the one t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...collectives import Group, NcclGroup
+from ...gradients import once
 from ...symmetric_memory import workspace_of
 from ..all_reduce_add_norm.cpu import sum_add_norm
 from ..norms import NormFormula
@@ -53,12 +53,9 @@ def reduce_scatter_add_norm(
     def run() -> Results:
         return _run(term, counts, group, residual, formula, key)
 
-    def gather(gradient: Tensor) -> Tensor:
-        shapes = [(count, *gradient.shape[1:]) for count in counts]
-        return torch.cat(group.all_gather(gradient, shapes, f"gradient of {key}"))
-
     def gathered(gradient: Tensor) -> Tensor:
-        return _Gathered.apply(gradient, gather)  # type: ignore[return-value]
+        shapes = [(count, *gradient.shape[1:]) for count in counts]
+        return once(torch.cat(group.all_gather(gradient, shapes, f"gradient of {key}")), gradient)
 
     return summing(term, residual, formula, run, gathered) if recorded(term, residual, formula) else run()
 
@@ -77,18 +74,6 @@ def _run(
             return made
     made = sum_add_norm(term, group, residual, formula, counts, key)
     return in_steps(naive.terms_of(term, counts, group, key), residual, formula) if made is None else made
-
-
-class _Gathered(torch.autograd.Function):
-    """The gather of a gradient, of which no further gradient is known."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        return gather(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
-        raise NotImplementedError("a reduce-scatter with residual and norm has no second gradient")
 
 
 __all__ = ["reduce_scatter_add_norm"]
