@@ -14,7 +14,6 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from .watch import place
@@ -65,7 +64,7 @@ class Arenas(NamedTuple):
     def take(self, name: str, num_bytes: int) -> int:
         """The same of an arena that was given back, if one is large enough: it may be larger, and holds anything."""
         path = os.path.join(self.path, name)
-        for size, free in sorted(self._free()):
+        for size, free in self._free():
             if size >= num_bytes:
                 # Another sender may have been faster.
                 with contextlib.suppress(FileNotFoundError):
@@ -73,13 +72,10 @@ class Arenas(NamedTuple):
                     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
         return self.create(name, num_bytes)
 
-    def _free(self) -> Iterator[tuple[int, str]]:
-        """The bytes and the name of every file that was given back."""
-        with os.scandir(self.path) as entries:
-            for entry in entries:
-                if entry.name.startswith(FREE):
-                    with contextlib.suppress(FileNotFoundError):
-                        yield entry.stat().st_size, entry.name
+    def _free(self) -> list[tuple[int, str]]:
+        """The bytes and the name of every file that was given back, the smallest first. The name tells the bytes."""
+        names = [name for name in os.listdir(self.path) if name.startswith(FREE)]
+        return sorted((int(name.split("-")[1]), name) for name in names)
 
     def open(self, name: str) -> int:
         """The descriptor of an arena; the caller closes it."""
@@ -92,12 +88,13 @@ class Arenas(NamedTuple):
     def give_back(self, name: str) -> None:
         """Let another result have an arena that nobody reads any more; where enough of them are kept, remove it."""
         path = os.path.join(self.path, name)
+        size = os.stat(path).st_size
         system = os.statvfs(self.path)
         bound = min(KEPT_BYTES, KEPT_PART * system.f_blocks * system.f_frsize)
-        if os.stat(path).st_size + sum(size for size, _ in self._free()) > bound:
+        if size + sum(kept for kept, _ in self._free()) > bound:
             os.unlink(path)
         else:
-            os.rename(path, os.path.join(self.path, FREE + name))
+            os.rename(path, os.path.join(self.path, f"{FREE}{size}-{name}"))
 
     def end(self) -> None:
         """Remove the directory. A second call does nothing."""

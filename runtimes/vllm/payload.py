@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from greenlet import GreenletExit
+
 from interleave import nnsight_port as port
 from interleave.errors import InterleaveError
+from interleave.interleaver import throw
 from interleave.ranks.packing import (
     Captured,
     Packer,
@@ -198,6 +201,16 @@ class EngineMediator(port.Mediator):
             else:
                 self.random = RandomState.now()
             engine.set()
+
+    def release(self) -> None:
+        """Let go of what it held, now that its request is over: frames of errors and functions hold it in circles,
+        which Python finds at some later time. If it still waits for something, it is ended."""
+        if self.alive:
+            with contextlib.suppress(BaseException):
+                throw(self, GreenletExit())
+        self.lcls.shared.clear()
+        self.lcls.clear()
+        self.exception = self.arrived = None
 
     def drawn(self) -> Drawn:
         """What it has drawn, for the client."""

@@ -70,11 +70,6 @@ class Request(vllm_port.Request):
                 self.answer = {PACKED: Raised.of(error)}
         return self.answer
 
-    def release(self) -> None:
-        """Let go of what its block held, now that its request is over: frames of errors and functions hold it in
-        circles, which Python finds at some later time."""
-        release(self.mediator)
-
 
 class Requests(vllm_port.Requests):
     """The blocks of the engine's requests, on one worker.
@@ -169,7 +164,7 @@ class Requests(vllm_port.Requests):
         super().harvest(finished)
         for copies in over:
             for copy in copies.values():
-                release(copy)
+                copy.release()
         for request in self.requests.values():
             for taken in request.harvested.values() if request.named(finished) else ():
                 for name, value in list(taken["saves"].items()):
@@ -278,19 +273,6 @@ class Requests(vllm_port.Requests):
                 mediator.nnsight_error |= {"is_control_flow": True, "warning": expected}
         finally:
             del error  # its traceback holds this frame, and so the block
-
-
-def release(mediator: Any) -> None:
-    """Let go of what a block that is over held; one that still waits for something is ended."""
-    if mediator is None:
-        return
-    if mediator.worker is not None and not mediator.worker.dead:
-        mediator.worker.parent = port.getcurrent()
-        with contextlib.suppress(BaseException):
-            mediator.worker.throw()
-    mediator.lcls.shared.clear()
-    mediator.lcls.clear()
-    mediator.exception = mediator.arrived = None
 
 
 def _is_location(location: str | None) -> bool:

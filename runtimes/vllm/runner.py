@@ -102,8 +102,8 @@ class Runner(vllm_port.NNsightGPUModelRunner):
         if collected is not None:
             collected = self.nnsight_requests.with_answers(collected, requests, wanted)
         for request in requests:
-            if request.named(finished):
-                request.release()
+            if request.named(finished) and request.mediator is not None:
+                request.mediator.release()
         return collected
 
     def _finish_erred(self, sampler_output: Any) -> None:
