@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -39,13 +40,24 @@ def records(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def rows_of(value: Tensor) -> tuple[Tensor, int]:
+@overload
+def rows_of(value: Tensor) -> tuple[Tensor, int]: ...
+@overload
+def rows_of(value: Tensor | None) -> tuple[Tensor | None, int]: ...
+def rows_of(value: Tensor | None) -> tuple[Tensor | None, int]:
     """An ordinary tensor with contiguous rows, a view where it has them; and how many elements its rows are apart."""
+    if value is None:
+        return None, 0
     if value.is_contiguous():
         return value, value.shape[-1]
     if value.dim() == 2 and value.stride(1) == 1:
         return value, value.stride(0)
     return value.contiguous(), value.shape[-1]
+
+
+def address_of(value: Tensor | None) -> int | None:
+    """Where an ordinary tensor lies, for the library; null for none."""
+    return None if value is None else value.data_ptr()
 
 
 def host_norm(formula: NormFormula, hidden: int) -> NormSpec | None:

@@ -58,6 +58,7 @@ from boundary.kernels.silu_mul import naive as silu_naive
 from boundary.kernels.silu_mul import triton as silu
 from boundary.symmetric_memory import PROGRAMS, REGIONS, SLOTS, Workspace, capacity_of, num_bytes, prepare
 from tests.benchmarks.kernels import Table
+from tests.norms import KINDS, norm_of
 
 T = TypeVar("T")
 
@@ -66,7 +67,6 @@ MOST_MEMORY = 100 << 30
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: Rows, hidden, and whether rows are apart in memory.
 SHAPES = [(0, 7, False), (3, 577, True), (130, 4096, False)]
-KINDS = ["rms", "gemma", "layer", "bare"]
 #: What is timed, each `(rows, hidden)`: norms, other operations, completions; then bytes of terms in one shot and two.
 NORMED = [(rows, hidden) for hidden in (4096, 8192) for rows in (4096, 16384, 65536)]
 OTHER = (8192, 4096)
@@ -119,12 +119,7 @@ class Case:
 
     def formula(self, kind: str) -> NormFormula:
         weight, bias = self.draw(self.hidden, seed=11), self.draw(self.hidden, seed=12)
-        return {
-            "rms": NormFormula(Kind.RMS, weight, 1e-6),
-            "gemma": NormFormula(Kind.RMS, weight, 1e-5, offset=1.0),
-            "layer": NormFormula(Kind.LAYER, weight, 1e-5, bias),
-            "bare": NormFormula(Kind.LAYER, None, 1e-5),
-        }[kind]
+        return norm_of(kind, weight, bias)
 
 
 def doubled(formula: NormFormula) -> NormFormula:

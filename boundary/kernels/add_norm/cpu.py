@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...compiled import NormSpec, library
-from ..host import code_of, host_norm, rows_of
+from ..host import address_of, code_of, host_norm, rows_of
 from ..norms import NormFormula
 from .backward import recorded
 
@@ -41,15 +41,15 @@ def _run(value: Tensor, residual: Tensor | None, spec: NormSpec, code: int) -> t
     if not count:
         return normed, total
     value, value_stride = rows_of(value)
-    residual, residual_stride = (None, 0) if residual is None else rows_of(residual)
+    residual, residual_stride = rows_of(residual)
     lib = library()
     assert lib is not None
     failed = lib.add_norm(
         value.data_ptr(),
         value_stride,
-        None if residual is None else residual.data_ptr(),
+        address_of(residual),
         residual_stride,
-        None if total is None else total.data_ptr(),
+        address_of(total),
         normed.data_ptr(),
         count,
         hidden,

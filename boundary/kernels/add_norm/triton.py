@@ -150,7 +150,7 @@ def _run(value: Tensor, residual: Tensor | None, formula: NormFormula) -> tuple[
     if not count:
         return normed, total
     value, value_stride = rows_of(value)
-    residual, residual_stride = (None, 0) if residual is None else rows_of(residual)
+    residual, residual_stride = rows_of(residual)
     weight, bias = contiguous(formula.weight), contiguous(formula.bias)
     block = triton.next_power_of_2(hidden)
     gpu.launch(
@@ -190,9 +190,9 @@ def backward(
     )
     if count:
         value, value_stride = rows_of(value)
-        residual, residual_stride = (None, 0) if residual is None else rows_of(residual)
+        residual, residual_stride = rows_of(residual)
         normed_gradient, normed_stride = rows_of(normed_gradient)
-        total_gradient, total_stride = (None, 0) if total_gradient is None else rows_of(total_gradient)
+        total_gradient, total_stride = rows_of(total_gradient)
         block = triton.next_power_of_2(hidden)
         gpu.launch(
             _backward, (programs,), value, residual, contiguous(formula.weight), normed_gradient, total_gradient,

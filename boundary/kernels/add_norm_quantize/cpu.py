@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...compiled import library
 from ..add_norm.naive import wide
-from ..host import code_of, host_norm, records, rows_of
+from ..host import address_of, code_of, host_norm, records, rows_of
 from ..norms import NormFormula
 from .naive import FLOOR, LIMITS
 
@@ -41,15 +41,15 @@ def add_norm_quantize(
     if not count:
         return quantized, scales, total
     value, value_stride = rows_of(value)
-    residual, residual_stride = (None, 0) if residual is None else rows_of(residual)
+    residual, residual_stride = rows_of(residual)
     lib = library()
     assert lib is not None
     failed = lib.add_norm_quantize(
         value.data_ptr(),
         value_stride,
-        None if residual is None else residual.data_ptr(),
+        address_of(residual),
         residual_stride,
-        None if written is None else written.data_ptr(),
+        address_of(written),
         quantized.data_ptr(),
         dtype == torch.int8,
         scales.data_ptr() if scale is None else None,

@@ -70,7 +70,7 @@ def add_norm_quantize(
     if not count:
         return made
     value, value_stride = rows_of(value)
-    residual, residual_stride = (None, 0) if residual is None else rows_of(residual)
+    residual, residual_stride = rows_of(residual)
     weight, bias = contiguous(formula.weight), contiguous(formula.bias)
     low, high = LIMITS[dtype]
     block = triton.next_power_of_2(hidden)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...compiled import NormSpec, library
 from ..blocks import with_contiguous_rows
-from ..host import code_of, host_norm, rows_of
+from ..host import address_of, code_of, host_norm, rows_of
 from ..norms import NormFormula
 from .backward import recorded, recorded_add_norm
 
@@ -76,8 +76,8 @@ def _run(
         return
     count, choices, hidden = expert_outputs.shape
     outputs = with_contiguous_rows(expert_outputs)
-    shared, shared_stride = (None, 0) if shared is None else rows_of(shared)
-    residual, residual_stride = (None, 0) if residual is None else rows_of(residual)
+    shared, shared_stride = rows_of(shared)
+    residual, residual_stride = rows_of(residual)
     lib = library()
     assert lib is not None
     failed = lib.moe_finalize(
@@ -90,12 +90,12 @@ def _run(
         weights.stride(1),
         codes[1],
         1.0 if scaling is None else scaling,
-        None if shared is None else shared.data_ptr(),
+        address_of(shared),
         shared_stride,
-        None if residual is None else residual.data_ptr(),
+        address_of(residual),
         residual_stride,
         total.data_ptr(),
-        None if normed is None else normed.data_ptr(),
+        address_of(normed),
         count,
         hidden,
         codes[0],

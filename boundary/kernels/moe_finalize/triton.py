@@ -86,7 +86,7 @@ def moe_finalize(
         if not out.numel():
             return out
         outputs = with_contiguous_rows(expert_outputs)
-        added, shared_stride = (None, 0) if shared is None else rows_of(shared)
+        added, shared_stride = rows_of(shared)
         block = block_of(hidden)
         gpu.launch(
             _finalize, (rows, triton.cdiv(hidden, block)), outputs, weights, added, out, outputs.stride(0),
@@ -119,7 +119,7 @@ def moe_finalize_add_norm(
         if not rows:
             return normed, out
         outputs = with_contiguous_rows(expert_outputs)
-        added, shared_stride = (None, 0) if shared is None else rows_of(shared)
+        added, shared_stride = rows_of(shared)
         kept, residual_stride = rows_of(residual)
         block = triton.next_power_of_2(hidden)
         gpu.launch(

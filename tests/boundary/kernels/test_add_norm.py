@@ -15,11 +15,11 @@ from boundary.kernels.add_norm import add_norm, cpu, naive, norm
 from boundary.kernels.norms import Kind, NormFormula, formula_of
 from boundary.residual.add_norm import GemmaRMSNorm, RMSNorm
 from boundary.residual.add_norm import add_norm as boundary_add_norm
+from tests.norms import KINDS, norm_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 #: How far a normalized value may be off, relative to its size: a rounding, and what sums of another order differ by.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float64: 1e-14}
-KINDS = ["rms", "gemma", "layer", "bare"]
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -28,12 +28,7 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 def formula(kind: str, hidden: int, dtype: torch.dtype) -> NormFormula:
     weight, bias = draw(hidden, dtype=dtype, seed=1), draw(hidden, dtype=dtype, seed=2)
-    return {
-        "rms": NormFormula(Kind.RMS, weight, 1e-6),
-        "gemma": NormFormula(Kind.RMS, weight, 1e-5, offset=1.0),
-        "layer": NormFormula(Kind.LAYER, weight, 1e-5, bias),
-        "bare": NormFormula(Kind.LAYER, None, 1e-5),
-    }[kind]
+    return norm_of(kind, weight, bias)
 
 
 def strided(value: Tensor) -> Tensor:

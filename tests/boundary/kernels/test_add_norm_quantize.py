@@ -14,10 +14,11 @@ from torch import Tensor
 from boundary.kernels.add_norm.naive import norm, wide
 from boundary.kernels.add_norm_quantize import add_norm_quantize, cpu, naive, triton
 from boundary.kernels.norms import Kind, NormFormula
+from tests.norms import KINDS
 
 from .interpreting import interpreted
 from .test_add_norm import DTYPES as LIBRARY_DTYPES
-from .test_add_norm import KINDS, draw, formula, strided
+from .test_add_norm import draw, formula, strided
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 QUANTIZED = [torch.float8_e4m3fn, torch.int8]

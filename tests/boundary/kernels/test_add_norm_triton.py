@@ -13,9 +13,10 @@ from torch import Tensor
 from boundary.kernels import gpu
 from boundary.kernels.add_norm import add_norm, cpu, naive, norm, triton
 from boundary.kernels.norms import Kind, NormFormula
+from tests.norms import KINDS
 
 from .interpreting import interpreted
-from .test_add_norm import KINDS, draw, formula, is_norm, strided
+from .test_add_norm import draw, formula, is_norm, strided
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: How far a gradient may be off, relative to the largest: its rounding, and sums of another order.

@@ -19,9 +19,10 @@ from boundary.fusions.triton import install_triton_fusion
 from boundary.kernels.all_reduce_add_norm import naive, triton
 from boundary.kernels.norms import NormFormula
 from boundary.symmetric_memory import Workspace, capacity_of, num_bytes, workspace_of
+from tests.norms import KINDS
 
 from .interpreting import interpreted
-from .test_add_norm import KINDS, draw, formula, is_norm, strided
+from .test_add_norm import draw, formula, is_norm, strided
 from .test_add_norm_triton import DTYPES
 
 

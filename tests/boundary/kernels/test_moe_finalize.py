@@ -18,11 +18,12 @@ from boundary.kernels.moe_finalize import cpu, moe_finalize, moe_finalize_add_no
 from boundary.kernels.norms import NormFormula
 from boundary.layout import SumGroup
 from boundary.parallel import BoundSum, SoloGroup
+from tests.norms import KINDS
 
 from .interpreting import interpreted
 from .rounding import rounded_once
 from .test_add_norm import DTYPES as LIBRARY_DTYPES
-from .test_add_norm import KINDS, close, draw, formula, is_norm, strided
+from .test_add_norm import close, draw, formula, is_norm, strided
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

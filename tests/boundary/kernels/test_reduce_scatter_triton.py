@@ -17,10 +17,11 @@ from boundary.collectives import NcclGroup, record
 from boundary.kernels.all_reduce_add_norm import triton as all_reduce
 from boundary.kernels.norms import NormFormula
 from boundary.kernels.reduce_scatter_add_norm import naive, reduce_scatter_add_norm, triton
+from tests.norms import KINDS
 from tests.worlds import run_world
 
 from .interpreting import interpreted
-from .test_add_norm import KINDS, draw, formula, is_norm, strided
+from .test_add_norm import draw, formula, is_norm, strided
 from .test_add_norm_triton import DTYPES
 from .test_all_reduce_triton import Ranks
 

@@ -19,10 +19,11 @@ from boundary.kernels.all_reduce_add_norm import naive as all_reduced
 from boundary.kernels.norms import NormFormula
 from boundary.kernels.reduce_scatter_add_norm import naive as scattered
 from boundary.kernels.reduce_scatter_add_norm import reduce_scatter_add_norm
+from tests.norms import KINDS
 from tests.pool import Pools, World
 from tests.worlds import run_world
 
-from .test_add_norm import DTYPES, KINDS, close, draw, formula, strided
+from .test_add_norm import DTYPES, close, draw, formula, strided
 from .worlds import NARROW, SharedThreads, kept_group
 
 HIDDEN = [1, 8, 33, 250]
