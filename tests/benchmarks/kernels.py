@@ -301,6 +301,9 @@ class Table:
             mark = "missed" if missed else ""
         print(f"{what:66} {found:8.2f}  {bound:7} {mark:7} {note}", flush=True)
 
+    def summary(self) -> str:
+        return f"{self.missed} targets missed" if self.missed else "no target missed"
+
 
 def bytes_moved(shape: tuple[int, int], size: int) -> dict[str, tuple[int, int]]:
     """What rank 0 reads and writes of float32 terms, residuals and results: where it keeps all rows, and its own.

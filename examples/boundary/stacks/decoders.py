@@ -113,7 +113,8 @@ class Decoder(nn.Module):
             hidden_states: Any = self.embed[input_ids]
         else:
             assert received is not None
-            hidden_states = self.layers[0].attn_boundary.from_pp(received, forward_batch)
+            first: Any = self.layers[0]
+            hidden_states = first.attn_boundary.from_pp(received, forward_batch)
         prepare = {} if capture is None else {"capture_output": capture}
         for layer in self.layers:
             hidden_states = layer(hidden_states, forward_batch, deal, **prepare)
