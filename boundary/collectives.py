@@ -507,17 +507,17 @@ class SharedGroup(HostGroup):
             `(normalized, sum)`, new tensors. None if this group cannot do it, before anything was sent, and then on
             all ranks: for another dtype, for no elements, and for rows that are too long.
         """
+        shape = kept = term.shape
         if counts is not None:
             self._check_counts(term, counts, key)
-        rows = term.shape[0] if counts is None else counts[self.rank]
-        if residual.shape != (rows, *term.shape[1:]) or residual.dtype is not term.dtype or not residual.is_cpu:
+            kept = (counts[self.rank], *shape[1:])
+        if residual.shape != kept or residual.dtype is not term.dtype or not residual.is_cpu:
             raise ValueError(
-                f"exchange {key!r} of {self!r}: a sum of {_description(term.dtype, term.shape)}, of which this rank "
-                f"keeps {rows} rows, does not go onto a residual of {_description(residual.dtype, residual.shape)}"
+                f"exchange {key!r} of {self!r}: a sum of {_description(term.dtype, shape)}, of which this rank "
+                f"keeps {kept[0]} rows, does not go onto a residual of {_description(residual.dtype, residual.shape)}"
             )
         code = self._code(term)
-        width = term.shape[-1]
-        if code is None or term.dim() != 2 or width * term.element_size() > self.transport.longest_row:
+        if code is None or len(shape) != 2 or shape[1] * term.element_size() > self.transport.longest_row:
             return None
         if residual.stride(1) != 1:
             residual = residual.contiguous()
@@ -526,7 +526,7 @@ class SharedGroup(HostGroup):
         normed = None if norm is None else self._empty_like(total)
         self._reduce(
             "all_reduce" if counts is None else "reduce_scatter",
-            term, code, total, counts, key, width, residual, normed, norm,
+            term, code, total, counts, key, shape[1], residual, normed, norm,
         )  # fmt: skip
         return normed, total
 

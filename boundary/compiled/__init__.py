@@ -172,10 +172,9 @@ def _compile(compiler: list[str], path: Path) -> None:
 
 def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     """`lib`, with its functions' signatures."""
-    integer, size, word, address, text, single, number = (
+    integer, size, address, text, single, number = (
         ctypes.c_int,
         ctypes.c_int64,
-        ctypes.c_uint64,
         ctypes.c_void_p,
         ctypes.c_char_p,
         ctypes.c_float,
@@ -208,11 +207,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "channel_text": (text, [address, integer]),
         "longest_row": (size, [address]),
         "exchange": (integer, [address, text, integer, *[address] * 6, size]),
-        "reduce": (
-            integer,
-            [address, text, word, integer, address, size, address, address, size, address, size, address]
-            + [norm, size],
-        ),
+        "reduce": (integer, [address, address, size]),
     }  # fmt: skip
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)

@@ -34,14 +34,15 @@
 #define SPINS 500
 #define CROWDED_SPINS 25
 #define YIELDS 1000 /* each is quick where nobody else wants the core */
-#define PATIENT 64  /* waits that yield, of which one sleeps instead */
+#define PATIENT 8   /* waits for a rank on the same core, of which one moves away */
 
 enum { DONE, AGAIN, CLOSED, MISMATCH, NO_MEMORY };
 
 typedef struct {
     _Atomic uint32_t step;     /* the last step this rank has published */
     _Atomic uint32_t sleepers; /* how many ranks sleep until it changes */
-    char padding[120];         /* a flag has its cache lines to itself */
+    _Atomic int32_t core;      /* where this rank ran when it published */
+    char padding[116];         /* a flag has its cache lines to itself */
 } flag_t;
 
 typedef struct {
@@ -52,8 +53,9 @@ typedef struct {
 } post_t;
 
 typedef struct {
-    int rank, size, spins, crowded;
-    unsigned yielded; /* waits that did not end while spinning */
+    int rank, size, spins;
+    int crowded;      /* ranks outnumber cores */
+    unsigned blocked; /* waits for a rank on the same core */
     int64_t window; /* bytes of a slot */
     char *base;
     size_t bytes;
@@ -175,6 +177,7 @@ static void sleep_on(channel_t *channel, int peer, int64_t nanoseconds) {
 
 static void publish(channel_t *channel) {
     flag_t *flag = &channel->flags[channel->rank];
+    atomic_store_explicit(&flag->core, sched_getcpu(), memory_order_relaxed);
     atomic_store(&flag->step, ++channel->step);
     if (atomic_load(&flag->sleepers)) syscall(SYS_futex, &flag->step, FUTEX_WAKE, INT32_MAX, 0, 0, 0);
     channel->published = 1;
@@ -202,20 +205,30 @@ static int look_around(channel_t *channel, const call_t *call) {
     return DONE;
 }
 
-/* How often to give the core away before sleeping. Two ranks that yield to each other on one core stay there though
-   another one is idle; whoever wakes up is put on that one. So where there are cores for all, a wait sleeps at once now
-   and then. */
-static int yields(channel_t *channel, int peer) {
-    if (has_come(channel, peer) || channel->crowded) return YIELDS;
-    return ++channel->yielded % PATIENT ? YIELDS : 0;
+/* Leave the core that the awaited rank needs too, for one that no rank is on. Two ranks that spin and yield on one core
+   would stay there for long though another one is idle: none of them looks as if it wanted to move. */
+static void make_way(channel_t *channel, int peer) {
+    int core = sched_getcpu();
+    if (channel->crowded || atomic_load(&channel->flags[peer].core) != core) return;
+    if (channel->blocked++ % PATIENT) return;
+    cpu_set_t allowed, free_ones;
+    if (sched_getaffinity(0, sizeof allowed, &allowed)) return;
+    free_ones = allowed;
+    CPU_CLR(core, &free_ones);
+    for (int rank = 0; rank < channel->size; rank++)
+        if (rank != channel->rank) CPU_CLR(atomic_load(&channel->flags[rank].core), &free_ones);
+    if (!CPU_COUNT(&free_ones) || sched_setaffinity(0, sizeof free_ones, &free_ones)) return;
+    sched_setaffinity(0, sizeof allowed, &allowed);
+    atomic_store(&channel->flags[channel->rank].core, sched_getcpu()); /* or the peer would move as well */
 }
 
 /* Wait until every rank has published the present step, and see that they agree. */
 static int meet(channel_t *channel, const call_t *call, int64_t until) {
     for (int turn = 1; turn < channel->size; turn++) {
         int peer = (channel->rank + turn) % channel->size;
+        if (!has_come(channel, peer)) make_way(channel, peer);
         for (int i = 0; i < channel->spins && !has_come(channel, peer); i++) relax();
-        for (int left = yields(channel, peer); left > 0 && !has_come(channel, peer); left--) sched_yield();
+        for (int i = 0; i < YIELDS && !has_come(channel, peer); i++) sched_yield();
         while (!has_come(channel, peer)) {
             int status = look_around(channel, call);
             if (status != DONE) return status;
@@ -372,31 +385,47 @@ static void reduce_pieces(void *context, const char *const *pieces, const int64_
 /* The bytes of the longest row that `reduce` takes together with a residual. */
 EXPORTED int64_t longest_row(const channel_t *channel) { return channel->window / channel->size; }
 
-/* Sum the ranks' terms in rank order. With `counts`, one per rank, this rank keeps so many elements as its entry says,
-   those after the lower ranks'; without, all `count`. With `width`, what is kept are rows of so many elements, to
-   which `residual` is added, and of which `normed` takes the norm; `total`, `normed` and `residual` may then be null,
-   and no row crosses a boundary of `counts`. */
-EXPORTED int reduce(channel_t *channel, const char *text, uint64_t token, int dtype, const char *term, int64_t count,
-                    const int64_t *counts, char *total, int64_t width, const char *residual, int64_t residual_stride,
-                    char *normed, const norm_t *norm, int64_t nanoseconds) {
-    int64_t size = dtype_size(dtype), unit = width ? width * size : 64;
+/* What is summed. With `counts`, one per rank, this rank keeps so many elements as its entry says, those after the lower
+   ranks'; without, all `count`. With `width`, what is kept are rows of so many elements, to which `residual` is added,
+   and of which `normed` takes the norm; `total`, `normed` and `residual` may then be null, and no row crosses a
+   boundary of `counts`. Every field has eight bytes: see shared_memory.py. */
+typedef struct {
+    const char *text;
+    uint64_t token;
+    int64_t dtype;
+    const char *term;
+    int64_t count;
+    const int64_t *counts;
+    char *total;
+    int64_t width;
+    const char *residual;
+    int64_t residual_stride;
+    char *normed;
+    const norm_t *norm;
+} sum_t;
+
+/* Sum the ranks' terms in rank order. */
+EXPORTED int reduce(channel_t *channel, const sum_t *sum, int64_t nanoseconds) {
+    int dtype = (int)sum->dtype;
+    int64_t size = dtype_size(dtype), unit = sum->width ? sum->width * size : 64;
     const char *send[MAX_RANKS];
     int64_t send_bytes[MAX_RANKS], receive_bytes[MAX_RANKS];
     uint64_t tokens[MAX_RANKS];
-    const char *place = term, *own = term;
+    const char *place = sum->term, *own = place;
     for (int rank = 0; rank < channel->size; rank++) {
         send[rank] = place;
-        send_bytes[rank] = (counts ? counts[rank] : count) * size;
-        receive_bytes[rank] = (counts ? counts[channel->rank] : count) * size;
-        tokens[rank] = token;
+        send_bytes[rank] = (sum->counts ? sum->counts[rank] : sum->count) * size;
+        receive_bytes[rank] = (sum->counts ? sum->counts[channel->rank] : sum->count) * size;
+        tokens[rank] = sum->token;
         if (rank == channel->rank) own = place;
-        if (counts) place += send_bytes[rank];
+        if (sum->counts) place += send_bytes[rank];
     }
-    call_t call = {text, unit, counts != 0, send, send_bytes, receive_bytes, tokens, tokens};
+    call_t call = {sum->text, unit, sum->counts != 0, send, send_bytes, receive_bytes, tokens, tokens};
     reduction_t reduction = {
-        channel->rank, channel->size, dtype, own, width, total, normed, residual, residual_stride, norm, 0,
+        channel->rank, channel->size, dtype, own, sum->width, sum->total, sum->normed, sum->residual,
+        sum->residual_stride, sum->norm, 0,
     };
-    if (width && !(reduction.scratch = rows_scratch(dtype, width, norm))) return NO_MEMORY;
+    if (sum->width && !(reduction.scratch = rows_scratch(dtype, sum->width, sum->norm))) return NO_MEMORY;
     int status = run(channel, &call, reduce_pieces, &reduction, nanoseconds);
     free(reduction.scratch);
     return status;

@@ -9,8 +9,6 @@
 #define LANES 32
 #define BLOCK 1024 /* elements that are summed at a time: they stay in the first cache while terms pass */
 
-enum { ONE, TWO, MORE };
-
 typedef float float_v __attribute__((vector_size(64)));
 typedef double double_v __attribute__((vector_size(64)));
 typedef uint32_t bits_v __attribute__((vector_size(64)));

@@ -43,36 +43,34 @@ static A NAME(sum)(const A *row, int64_t width) { return NAME(reduced)(0, row, w
 
 static A NAME(squares)(const A *row, int64_t width, A center) { return NAME(reduced)(1, row, width, center); }
 
-/* One pass over `count` elements: into `row` goes first + second (TWO), first (ONE), or row + second (MORE); into
-   `total`, which may be null or `row` itself, the same rounded; and into the lanes the partial sums of the squares.
-   `count` is a multiple of LANES but in the last pass over a row. */
-static inline __attribute__((always_inline)) void NAME(pass)(int mode, A *row, const T *first, const T *second,
-                                                             T *total, A *lanes, int64_t count) {
+/* row = the sum of all values, in their order; `total`, which may be null or `row` itself, the same rounded. Returns
+   the sum of the squares. */
+static inline __attribute__((always_inline)) A NAME(sum_of)(A *row, T *total, const T *const *values,
+                                                            int64_t num_values, int64_t width) {
     V wide[LANES / WIDE];
-    memcpy(wide, lanes, sizeof wide);
+    A lanes[LANES];
+    memset(wide, 0, sizeof wide);
     int store = total && (const void *)total != (const void *)row;
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES)
+    for (; i + LANES <= width; i += LANES)
         for (int j = 0; j < LANES / WIDE; j++) {
             int64_t at = i + j * WIDE;
-            V value;
-            if (mode == MORE)
-                memcpy(&value, row + at, sizeof value);
-            else
-                value = VLOAD(first + at);
-            if (mode != ONE) value += VLOAD(second + at);
+            V value = VLOAD(values[0] + at);
+            for (int64_t t = 1; t < num_values; t++) value += VLOAD(values[t] + at);
             memcpy(row + at, &value, sizeof value);
             if (store) VSTORE(total + at, value);
             wide[j] += value * value;
         }
-    memcpy(lanes, wide, sizeof wide);
-    for (int j = 0; i + j < count; j++) {
-        A value = mode == MORE ? row[i + j] : LOAD(first[i + j]);
-        if (mode != ONE) value += LOAD(second[i + j]);
-        row[i + j] = value;
-        if (store) total[i + j] = STORE(value);
+    memcpy(lanes, wide, sizeof lanes);
+    for (int j = 0; i + j < width; j++) {
+        int64_t at = i + j;
+        A value = LOAD(values[0][at]);
+        for (int64_t t = 1; t < num_values; t++) value += LOAD(values[t][at]);
+        row[at] = value;
+        if (store) total[at] = STORE(value);
         lanes[j] += value * value;
     }
+    return NAME(pairwise)(lanes);
 }
 
 static void NAME(add)(A *restrict out, const T *restrict in, int64_t count) {
@@ -87,25 +85,18 @@ static void NAME(store)(T *restrict out, const A *restrict in, int64_t count) {
     for (int64_t i = 0; i < count; i++) out[i] = STORE(in[i]);
 }
 
-/* row = the sum of all values, in their order, `total` the same rounded. Returns the sum of the squares. */
+/* `sum_of`, with a loop of its own for each of the usual numbers of values. */
 static A NAME(sum_values)(A *row, T *total, const T *const *values, int64_t num_values, int64_t width) {
-    A lanes[LANES] = {0};
-    for (int64_t start = 0; start < width; start += BLOCK) {
-        int64_t count = width - start < BLOCK ? width - start : BLOCK;
-        A *here = row + start;
-        T *rounded = total ? total + start : 0;
-        const T *first = values[0] + start, *last = values[num_values - 1] + start;
-        if (num_values == 1)
-            NAME(pass)(ONE, here, first, 0, rounded, lanes, count);
-        else if (num_values == 2)
-            NAME(pass)(TWO, here, first, last, rounded, lanes, count);
-        else {
-            NAME(add_two)(here, first, values[1] + start, count);
-            for (int64_t i = 2; i < num_values - 1; i++) NAME(add)(here, values[i] + start, count);
-            NAME(pass)(MORE, here, 0, last, rounded, lanes, count);
-        }
+    /* Copies, which stores into the row cannot change. */
+    const T *few[4];
+    for (int i = 0; i < 4 && i < num_values; i++) few[i] = values[i];
+    switch (num_values) {
+    case 1: return NAME(sum_of)(row, total, few, 1, width);
+    case 2: return NAME(sum_of)(row, total, few, 2, width);
+    case 3: return NAME(sum_of)(row, total, few, 3, width);
+    case 4: return NAME(sum_of)(row, total, few, 4, width);
+    default: return NAME(sum_of)(row, total, values, num_values, width);
     }
-    return NAME(pairwise)(lanes);
 }
 
 /* With `single` `out` takes floats instead of Ts. */

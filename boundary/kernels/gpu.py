@@ -32,11 +32,13 @@ def runs(*tensors: Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is None:
             continue
-        if not is_ordinary(tensor):
-            return False
         if device is None:
+            if tensor.is_cpu and not _interprets():
+                return False  # soon: it is asked before every kernel's path on CPUs
             device = tensor.device
         elif tensor.device != device:
+            return False
+        if not is_ordinary(tensor):
             return False
     if device is None:
         return False

@@ -55,6 +55,13 @@ def rows_of(value: Tensor | None) -> tuple[Tensor | None, int]:
     return value.contiguous(), value.shape[-1]
 
 
+def contiguous_like(value: Tensor) -> Tensor:
+    """A new contiguous tensor of the value's shape and dtype."""
+    if value.is_contiguous():
+        return torch.empty_like(value)  # naming a memory format takes a quarter longer
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
 def address_of(value: Tensor | None) -> int | None:
     """Where an ordinary tensor lies, for the library; null for none."""
     return None if value is None else value.data_ptr()

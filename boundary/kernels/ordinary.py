@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 
 _CLASSES = (Tensor, nn.Parameter)
+_STRIDED = torch.strided
 
 
 def watched() -> bool:
@@ -30,6 +31,6 @@ def watched() -> bool:
 
 def is_ordinary(tensor: Tensor) -> bool:
     """Whether the tensor's elements lie in memory as they read, at its strides."""
-    if type(tensor) not in _CLASSES or tensor.layout is not torch.strided:
+    if type(tensor) not in _CLASSES or tensor.layout is not _STRIDED:
         return False
     return not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())

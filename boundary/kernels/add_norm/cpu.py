@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...compiled import NormSpec, library
-from ..host import address_of, code_of, host_norm, rows_of
+from ..host import address_of, code_of, contiguous_like, host_norm, rows_of
 from ..norms import NormFormula
 from .backward import recorded
 
@@ -14,10 +14,8 @@ from .backward import recorded
 def add_norm(value: Tensor, residual: Tensor, formula: NormFormula) -> tuple[Tensor, Tensor] | None:
     """See the dispatcher; None for what the library does not take."""
     code = code_of(value, residual)
-    if code is None or value.shape != residual.shape or not value.dim() or not value.shape[-1]:
-        return None
-    spec = host_norm(formula, value.shape[-1])
-    if spec is None:
+    spec = None if code is None or value.shape != residual.shape else _norm_of(value, formula)
+    if code is None or spec is None:
         return None
     return recorded(value, residual, formula, lambda: _run(value, residual, spec, code))  # type: ignore[return-value]
 
@@ -25,17 +23,21 @@ def add_norm(value: Tensor, residual: Tensor, formula: NormFormula) -> tuple[Ten
 def norm(value: Tensor, formula: NormFormula) -> Tensor | None:
     """See the dispatcher; None for what the library does not take."""
     code = code_of(value)
-    if code is None or not value.dim() or not value.shape[-1]:
-        return None
-    spec = host_norm(formula, value.shape[-1])
-    if spec is None:
+    spec = None if code is None else _norm_of(value, formula)
+    if code is None or spec is None:
         return None
     return recorded(value, None, formula, lambda: _run(value, None, spec, code))[0]
 
 
+def _norm_of(value: Tensor, formula: NormFormula) -> NormSpec | None:
+    """`formula` for the rows of `value`; None where that has none, and where the norm is not for the library."""
+    shape = value.shape
+    return host_norm(formula, shape[-1]) if shape and shape[-1] else None
+
+
 def _run(value: Tensor, residual: Tensor | None, spec: NormSpec, code: int) -> tuple[Tensor, Tensor | None]:
     hidden = value.shape[-1]
-    normed = torch.empty_like(value, memory_format=torch.contiguous_format)
+    normed = contiguous_like(value)
     total = None if residual is None else torch.empty_like(normed)
     count = value.numel() // hidden
     if not count:

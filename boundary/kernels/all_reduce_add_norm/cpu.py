@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...collectives import Group, SharedGroup
-from ..host import code_of, host_norm, rows_of
+from ..host import code_of, host_norm
 from ..norms import NormFormula
 
 
@@ -26,12 +26,14 @@ def sum_add_norm(
     Whether it is, is decided before anything is sent, from what the ranks of one model have alike: dtypes, widths, and
     that its tensors are ordinary ones.
     """
-    if not isinstance(group, SharedGroup) or code_of(term, residual) is None or term.dim() != 2:
+    if not isinstance(group, SharedGroup):
         return None
-    if residual.shape != (term.shape[0] if counts is None else counts[group.rank], term.shape[1]):
+    code, shape = code_of(term, residual), term.shape
+    if code is None or len(shape) != 2:
         return None
-    norm = None if formula is None else host_norm(formula, term.shape[1])
+    if residual.shape != (shape if counts is None else (counts[group.rank], shape[1])):
+        return None
+    norm = None if formula is None else host_norm(formula, shape[1])
     if formula is not None and norm is None:
         return None
-    residual, _ = rows_of(residual)
     return group.sum_add_norm(term, residual, norm, counts, key)
