@@ -46,7 +46,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .compiled import NormSpec, dtypes
+from .compiled import NormSpec, QuantizedSpec, dtypes
 from .shared_memory import SharedMemory
 from .sockets import PeerFailed, Sockets
 
@@ -492,6 +492,7 @@ class SharedGroup(HostGroup):
         norm: NormSpec | None,
         counts: Sequence[int] | None = None,
         key: str = "",
+        quantized: QuantizedSpec | None = None,
     ) -> tuple[Tensor | None, Tensor] | None:
         """Sum every rank's term in rank order, add the residual, normalize: one pass, one rounding.
 
@@ -502,10 +503,12 @@ class SharedGroup(HostGroup):
             norm: The norm, for rows of `hidden` elements; None for none.
             counts: How many rows of the sum each rank keeps, in rank order; None says that each keeps all.
             key: What this exchange is.
+            quantized: Where the norm of the rows that this rank keeps goes instead of a new tensor.
 
         Returns:
-            `(normalized, sum)`, new tensors. None if this group cannot do it, before anything was sent, and then on
-            all ranks: for another dtype, for no elements, and for rows that are too long.
+            `(normalized, sum)`, new tensors, of which the first is None without a norm and with `quantized`. None if
+            this group cannot do it, before anything was sent, and then on all ranks: for another dtype, for no
+            elements, and for rows that are too long.
         """
         shape = kept = term.shape
         if counts is not None:
@@ -523,10 +526,10 @@ class SharedGroup(HostGroup):
             residual = residual.contiguous()
         term = _on_the_wire(term)
         total = self._empty_like(residual)
-        normed = None if norm is None else self._empty_like(total)
+        normed = None if norm is None or quantized is not None else self._empty_like(total)
         self._reduce(
             "all_reduce" if counts is None else "reduce_scatter",
-            term, code, total, counts, key, shape[1], residual, normed, norm,
+            term, code, total, counts, key, shape[1], residual, normed, norm, quantized,
         )  # fmt: skip
         return normed, total
 
@@ -542,6 +545,7 @@ class SharedGroup(HostGroup):
         residual: Tensor | None = None,
         normed: Tensor | None = None,
         norm: NormSpec | None = None,
+        quantized: QuantizedSpec | None = None,
     ) -> None:
         """Run and count a sum: of all rows, or with `counts` of each rank's own."""
         parts = None
@@ -569,6 +573,7 @@ class SharedGroup(HostGroup):
                 0 if residual is None else residual.stride(0),
                 None if normed is None else normed.data_ptr(),
                 norm,
+                quantized,
             )
         except PeerFailed as failure:
             raise self._translated(failure, start, key) from failure.__cause__

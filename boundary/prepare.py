@@ -225,22 +225,24 @@ def _fused(
         movable = owed.rows == owed.lands == rows == residual.rows and (owed.plain_sum is not None or owed.handoff)
         if not movable or owed.transform is not None:
             return None
+    form = getattr(entry.read, "quantize", None)
     for candidate in entry.candidates:
         matches = candidate.accepts_handoff if owed.handoff else (
             owed.sum is not None and not candidate.accepts_handoff and candidate.sum_group is owed.sum.name
         )  # fmt: skip
         if not matches:
             continue
+        options = (form,) if candidate.formats else ()
         if counts is None:
-            made = candidate.run(contribution.value, owed.sum, residual.tensor, entry.norm)
+            made = candidate.run(contribution.value, owed.sum, residual.tensor, entry.norm, *options)
         else:
-            made = _scattered(entry, candidate, contribution, counts, residual.moved(rows, entry.mover, batch.rows))
+            moved = residual.moved(rows, entry.mover, batch.rows)
+            made = _scattered(entry, candidate, contribution, counts, moved, options)
         if made is None:
             continue
         contribution.take()
-        normalized, updated = made
-        formatted = getattr(entry.read, "formatted", None)
-        return normalized if formatted is None else formatted(normalized), LayerResidual(updated, rows)
+        read, updated = made
+        return read if form is None or candidate.formats else form(read), LayerResidual(updated, rows)
     return None
 
 
@@ -253,7 +255,12 @@ def _shares(contribution: Contribution, owed: Owed, rows: Layout) -> list[int] |
 
 
 def _scattered(
-    entry: StageEntry, candidate: FusedInput, contribution: Contribution, counts: list[int], residual: LayerResidual
+    entry: StageEntry,
+    candidate: FusedInput,
+    contribution: Contribution,
+    counts: list[int],
+    residual: LayerResidual,
+    options: tuple,
 ) -> Fused | None:
     """What a candidate makes of a sum that a reduce-scatter completes on the residual's rows. Before it is asked, a
     transform runs that goes before the sum.
@@ -263,7 +270,7 @@ def _scattered(
         return None
     contribution.transform_term()
     assert isinstance(contribution.value, Tensor)
-    return candidate.scatter(contribution.value, contribution.owed.sum, counts, residual.tensor, entry.norm)
+    return candidate.scatter(contribution.value, contribution.owed.sum, counts, residual.tensor, entry.norm, *options)
 
 
 def _join(

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
-from .compiled import NormSpec, fingerprint, library
+from .compiled import NormSpec, QuantizedSpec, fingerprint, library
 from .sockets import PeerFailed, Sockets
 
 #: Bytes of a rank's slot, of which only those that are used take memory. What is longer goes in several steps.
@@ -43,7 +43,7 @@ _F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 2, 4
 
 
 #: The library's `sum_t`: packing it is several times as fast as handing over its fields one by one.
-_SUM = struct.Struct("=QQqQqQQqQqQQ")
+_SUM = struct.Struct("=QQqQqQQqQqQQQ")
 
 
 class _Name(NamedTuple):
@@ -184,6 +184,7 @@ class SharedMemory:
         residual_stride: int = 0,
         normed: int | None = None,
         norm: NormSpec | None = None,
+        quantized: QuantizedSpec | None = None,
     ) -> None:
         """Add up the ranks' terms in rank order, and the residual to the sum; normalize it. Every rank calls it.
 
@@ -197,6 +198,7 @@ class SharedMemory:
             width: Elements of a row, where there is a residual or a norm; at most `longest_row` bytes.
             residual, residual_stride: What is added, and how many elements its rows are apart.
             normed, norm: Where the norm goes, and which it is.
+            quantized: Where it goes instead, in one byte an element.
 
         Raises:
             PeerFailed: As in `exchange`.
@@ -217,6 +219,7 @@ class SharedMemory:
             residual or 0,
             residual_stride,
             normed or 0,
+            0 if quantized is None else ctypes.addressof(quantized),
             0 if norm is None else ctypes.addressof(norm),
         )
         self._run(self._lib.reduce, (self._channel, self._sum_address), limit)

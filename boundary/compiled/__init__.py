@@ -66,6 +66,24 @@ class NormSpec(ctypes.Structure):
     ]
 
 
+class QuantizedSpec(ctypes.Structure):
+    """Where rows go in one byte an element, as the library takes it.
+
+    `rows` is the address of contiguous rows, `scales` that of one float32 for each, or None for `scale`. Values are
+    clamped to `low` and `high`, and rounded to integers or to `float8_e4m3fn`; a row's own scale is at least `floor`.
+    """
+
+    _fields_ = [
+        ("rows", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("to_integers", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("low", ctypes.c_float),
+        ("high", ctypes.c_float),
+        ("floor", ctypes.c_float),
+    ]
+
+
 class Unavailable(Exception):
     """There is no library; the message says why."""
 
@@ -172,25 +190,19 @@ def _compile(compiler: list[str], path: Path) -> None:
 
 def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     """`lib`, with its functions' signatures."""
-    integer, size, address, text, single, number = (
+    integer, size, address, text, number = (
         ctypes.c_int,
         ctypes.c_int64,
         ctypes.c_void_p,
         ctypes.c_char_p,
-        ctypes.c_float,
         ctypes.c_double,
     )
-    norm = ctypes.POINTER(NormSpec)
+    norm, quantized = ctypes.POINTER(NormSpec), ctypes.POINTER(QuantizedSpec)
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "knows_dtype": (integer, [integer]),
         "add_norm": (
             integer,
-            [address, size, address, size, address, address, size, size, integer, norm],
-        ),
-        "add_norm_quantize": (
-            integer,
-            [address, size, address, size, address, address, integer, address, *[single] * 4, size, size]
-            + [integer, norm],
+            [address, size, address, size, address, address, quantized, size, size, integer, norm],
         ),
         "moe_finalize": (
             integer,

@@ -54,9 +54,8 @@ typedef struct {
 
 typedef struct {
     int rank, size, spins;
-    int crowded;      /* ranks outnumber cores */
     unsigned blocked; /* waits for a rank on the same core */
-    int64_t window; /* bytes of a slot */
+    int64_t window;   /* bytes of a slot */
     char *base;
     size_t bytes;
     flag_t *flags;
@@ -115,8 +114,8 @@ EXPORTED channel_t *channel_open(int descriptor, int rank, int size, int64_t win
     for (int i = 0; !rank && i < size; i++) atomic_store(&channel->flags[i].step, FIRST_STEP);
     cpu_set_t cores;
     /* Whoever spins where ranks outnumber cores keeps the one it waits for from running. */
-    channel->crowded = sched_getaffinity(0, sizeof cores, &cores) || CPU_COUNT(&cores) < size;
-    channel->spins = channel->crowded ? CROWDED_SPINS : SPINS;
+    int crowded = sched_getaffinity(0, sizeof cores, &cores) || CPU_COUNT(&cores) < size;
+    channel->spins = crowded ? CROWDED_SPINS : SPINS;
     return channel;
 }
 
@@ -205,21 +204,30 @@ static int look_around(channel_t *channel, const call_t *call) {
     return DONE;
 }
 
-/* Leave the core that the awaited rank needs too, for one that no rank is on. Two ranks that spin and yield on one core
+/* Leave the core that the awaited rank needs too, if there is one with fewer ranks. Ranks that spin and yield on one core
    would stay there for long though another one is idle: none of them looks as if it wanted to move. */
 static void make_way(channel_t *channel, int peer) {
     int core = sched_getcpu();
-    if (channel->crowded || atomic_load(&channel->flags[peer].core) != core) return;
+    if (core < 0 || core >= CPU_SETSIZE || atomic_load(&channel->flags[peer].core) != core) return;
     if (channel->blocked++ % PATIENT) return;
-    cpu_set_t allowed, free_ones;
+    cpu_set_t allowed, better;
     if (sched_getaffinity(0, sizeof allowed, &allowed)) return;
-    free_ones = allowed;
-    CPU_CLR(core, &free_ones);
-    for (int rank = 0; rank < channel->size; rank++)
-        if (rank != channel->rank) CPU_CLR(atomic_load(&channel->flags[rank].core), &free_ones);
-    if (!CPU_COUNT(&free_ones) || sched_setaffinity(0, sizeof free_ones, &free_ones)) return;
+    unsigned char ranks[CPU_SETSIZE] = {0};
+    for (int rank = 0; rank < channel->size; rank++) {
+        int there = rank == channel->rank ? core : atomic_load(&channel->flags[rank].core);
+        if (0 <= there && there < CPU_SETSIZE) ranks[there]++;
+    }
+    int fewest = ranks[core] - 2; /* with one less than here, this rank would only make the other core the full one */
+    CPU_ZERO(&better);
+    for (int other = 0; other < CPU_SETSIZE; other++) {
+        if (!CPU_ISSET(other, &allowed) || ranks[other] > fewest) continue;
+        if (ranks[other] < fewest) CPU_ZERO(&better);
+        fewest = ranks[other];
+        CPU_SET(other, &better);
+    }
+    if (!CPU_COUNT(&better) || sched_setaffinity(0, sizeof better, &better)) return;
     sched_setaffinity(0, sizeof allowed, &allowed);
-    atomic_store(&channel->flags[channel->rank].core, sched_getcpu()); /* or the peer would move as well */
+    atomic_store(&channel->flags[channel->rank].core, sched_getcpu()); /* or another rank would move as well */
 }
 
 /* Wait until every rank has published the present step, and see that they agree. */
@@ -349,6 +357,7 @@ typedef struct {
     char *total, *normed;
     const char *residual;
     int64_t residual_stride;
+    const quantized_t *quantized;
     const norm_t *norm;
     void *scratch;
 } reduction_t;
@@ -368,6 +377,12 @@ static void reduce_pieces(void *context, const char *const *pieces, const int64_
         return;
     }
     int64_t first = start / size / reduction->width;
+    quantized_t quantized;
+    if (reduction->quantized) {
+        quantized = *reduction->quantized;
+        quantized.rows += first * reduction->width;
+        if (quantized.scales) quantized.scales += first;
+    }
     rows_t rows = {
         .count = count / reduction->width,
         .width = reduction->width,
@@ -378,6 +393,7 @@ static void reduce_pieces(void *context, const char *const *pieces, const int64_
         .residual_stride = reduction->residual_stride,
         .total = total,
         .normed = reduction->normed ? reduction->normed + start : 0,
+        .quantized = reduction->quantized ? &quantized : 0,
     };
     rows_run(&rows, reduction->dtype, reduction->norm, reduction->scratch);
 }
@@ -387,8 +403,8 @@ EXPORTED int64_t longest_row(const channel_t *channel) { return channel->window 
 
 /* What is summed. With `counts`, one per rank, this rank keeps so many elements as its entry says, those after the lower
    ranks'; without, all `count`. With `width`, what is kept are rows of so many elements, to which `residual` is added,
-   and of which `normed` takes the norm; `total`, `normed` and `residual` may then be null, and no row crosses a
-   boundary of `counts`. Every field has eight bytes: see shared_memory.py. */
+   and of which `normed` or `quantized` takes the norm; these, `total` and `residual` may then be null, and no row
+   crosses a boundary of `counts`. Every field has eight bytes: see shared_memory.py. */
 typedef struct {
     const char *text;
     uint64_t token;
@@ -401,6 +417,7 @@ typedef struct {
     const char *residual;
     int64_t residual_stride;
     char *normed;
+    const quantized_t *quantized;
     const norm_t *norm;
 } sum_t;
 
@@ -423,7 +440,7 @@ EXPORTED int reduce(channel_t *channel, const sum_t *sum, int64_t nanoseconds) {
     call_t call = {sum->text, unit, sum->counts != 0, send, send_bytes, receive_bytes, tokens, tokens};
     reduction_t reduction = {
         channel->rank, channel->size, dtype, own, sum->width, sum->total, sum->normed, sum->residual,
-        sum->residual_stride, sum->norm, 0,
+        sum->residual_stride, sum->quantized, sum->norm, 0,
     };
     if (sum->width && !(reduction.scratch = rows_scratch(dtype, sum->width, sum->norm))) return NO_MEMORY;
     int status = run(channel, &call, reduce_pieces, &reduction, nanoseconds);

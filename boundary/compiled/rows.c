@@ -79,21 +79,6 @@ typedef struct {
     void *total, *normed;
 } finalized_t;
 
-/* Rows whose norm is quantized to the integers or the float8_e4m3fn from `low` to `high`. `residual` and `total` may
-   be null; `scales` gets a scale of each row, at least `floor`, or without it `scale` is that of all. */
-typedef struct {
-    int64_t count, width;
-    const void *value;
-    int64_t value_stride;
-    const void *residual;
-    int64_t residual_stride;
-    void *total;
-    uint8_t *quantized;
-    int to_integers;
-    float *scales;
-    float scale, low, high, floor;
-} quantized_t;
-
 static double element(const void *values, int dtype, int64_t i) {
     switch (dtype) {
     case FLOAT32: return ((const float *)values)[i];
@@ -152,15 +137,14 @@ static inline float clamped(float x, float low, float high) {
 }
 
 /* Row r of the result, of its norm. */
-static void quantize(const quantized_t *rows, int64_t r, const float *restrict normed) {
-    int64_t width = rows->width;
-    uint8_t *restrict out = rows->quantized + r * width;
-    float scale = rows->scale, low = rows->low, high = rows->high;
-    if (rows->scales) {
+static void quantize(const quantized_t *made, int64_t r, int64_t width, const float *restrict normed) {
+    uint8_t *restrict out = made->rows + r * width;
+    float scale = made->scale, low = made->low, high = made->high;
+    if (made->scales) {
         scale = largest(normed, width) / high;
-        rows->scales[r] = scale = scale > rows->floor ? scale : rows->floor;
+        made->scales[r] = scale = scale > made->floor ? scale : made->floor;
     }
-    if (rows->to_integers)
+    if (made->to_integers)
         for (int64_t i = 0; i < width; i++) out[i] = to_int8(clamped(normed[i] / scale, low, high));
     else
         for (int64_t i = 0; i < width; i++) out[i] = to_float8(clamped(normed[i] / scale, low, high));
@@ -269,7 +253,7 @@ static void *scratch_of(int dtype, int64_t width, const norm_t *norm, int64_t mo
     return scratch;
 }
 
-void *rows_scratch(int dtype, int64_t width, const norm_t *norm) { return scratch_of(dtype, width, norm, 0); }
+void *rows_scratch(int dtype, int64_t width, const norm_t *norm) { return scratch_of(dtype, width, norm, width); }
 
 #define RUN(f, A)                                                                                     \
     f(rows, norm, norm && norm->weight ? (A *)scratch + rows->width : 0,                              \
@@ -303,27 +287,14 @@ void vector_sum(const void *const *terms, int64_t num_terms, void *total, int64_
     }
 }
 
-/* norm(value + residual), and the sum: `residual`, `total` and `normed` may be null. 0, or -1 without memory. */
+/* norm(value + residual), and the sum. See rows_t; 0, or -1 without memory. */
 EXPORTED int add_norm(const void *value, int64_t value_stride, const void *residual, int64_t residual_stride,
-                      void *total, void *normed, int64_t count, int64_t width, int dtype, const norm_t *norm) {
+                      void *total, void *normed, const quantized_t *quantized, int64_t count, int64_t width, int dtype,
+                      const norm_t *norm) {
     void *scratch = rows_scratch(dtype, width, norm);
     if (!scratch) return -1;
-    rows_t rows = {count, width, &value, &value_stride, 1, residual, residual_stride, total, normed};
+    rows_t rows = {count, width, &value, &value_stride, 1, residual, residual_stride, total, normed, quantized};
     rows_run(&rows, dtype, norm, scratch);
-    free(scratch);
-    return 0;
-}
-
-/* The norm of value + residual in one byte an element, and the sum. See quantized_t. */
-EXPORTED int add_norm_quantize(const void *value, int64_t value_stride, const void *residual, int64_t residual_stride,
-                               void *total, void *quantized, int to_integers, float *scales, float scale, float low,
-                               float high, float floor, int64_t count, int64_t width, int dtype, const norm_t *norm) {
-    void *scratch = scratch_of(dtype, width, norm, width);
-    if (!scratch) return -1;
-    quantized_t made = {count, width, value,  value_stride, residual, residual_stride, total, quantized, to_integers,
-                        scales, scale, low, high, floor};
-    const quantized_t *rows = &made;
-    RUN_TYPED(quantize_run)
     free(scratch);
     return 0;
 }

@@ -20,8 +20,18 @@ typedef struct {
     double offset;
 } norm_t;
 
+/* What norms are made into instead, one byte an element: the integers or the float8_e4m3fn from `low` to `high`.
+   `scales` gets a scale of each row, at least `floor`, or without it `scale` is that of all. */
+typedef struct {
+    uint8_t *rows;
+    float *scales;
+    int32_t to_integers;
+    float scale, low, high, floor;
+} quantized_t;
+
 /* `count` rows of `width` elements each, `strides` counted in elements. What is to be summed are `num_terms` values
-   and, last, `residual`, which may be null; `total` and `normed` are contiguous, and either may be null. */
+   and, last, `residual`, which may be null; `total` and `normed` are contiguous, and either may be null. With
+   `quantized`, which has as many rows, the norm goes there and not to `normed`. */
 typedef struct {
     int64_t count;
     int64_t width;
@@ -32,12 +42,13 @@ typedef struct {
     int64_t residual_stride;
     void *total;
     void *normed;
+    const quantized_t *quantized;
 } rows_t;
 
 int dtype_size(int dtype);
 
 /* Sum, round and normalize. `scratch` is what rows_scratch returned for the same dtype, width and norm; `norm` may be
-   null where `normed` is. */
+   null where `normed` and `quantized` are. */
 void rows_run(const rows_t *rows, int dtype, const norm_t *norm, void *scratch);
 
 /* Memory for rows_run, with the gain and the bias laid out in it; free() it. Null if there is none. */

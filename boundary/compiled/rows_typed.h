@@ -148,6 +148,7 @@ static inline __attribute__((always_inline)) void NAME(normalize)(int single, vo
 static void NAME(rows_run)(const rows_t *rows, const norm_t *norm, const A *gain, const A *bias, A *scratch) {
     int64_t width = rows->width, num_values = rows->num_terms + (rows->residual != 0);
     const T *values[num_values];
+    float *singles = (float *)(scratch + 3 * width);
     for (int64_t r = 0; r < rows->count; r++) {
         for (int64_t t = 0; t < rows->num_terms; t++)
             values[t] = (const T *)rows->terms[t] + r * rows->term_strides[t];
@@ -156,21 +157,11 @@ static void NAME(rows_run)(const rows_t *rows, const norm_t *norm, const A *gain
         /* A sum that is not rounded needs no place besides its result. */
         A *row = total && sizeof(T) == sizeof(A) ? (A *)total : scratch;
         A squares = NAME(sum_values)(row, total, values, num_values, width);
-        if (rows->normed) NAME(normalize)(0, (T *)rows->normed + r * width, row, squares, width, norm, gain, bias);
-    }
-}
-
-static void NAME(quantize_run)(const quantized_t *rows, const norm_t *norm, const A *gain, const A *bias, A *scratch) {
-    int64_t width = rows->width;
-    float *normed = (float *)(scratch + 3 * width);
-    for (int64_t r = 0; r < rows->count; r++) {
-        const T *values[2] = {(const T *)rows->value + r * rows->value_stride};
-        if (rows->residual) values[1] = (const T *)rows->residual + r * rows->residual_stride;
-        T *total = rows->total ? (T *)rows->total + r * width : 0;
-        A *row = total && sizeof(T) == sizeof(A) ? (A *)total : scratch;
-        A squares = NAME(sum_values)(row, total, values, rows->residual ? 2 : 1, width);
-        NAME(normalize)(1, normed, row, squares, width, norm, gain, bias);
-        quantize(rows, r, normed);
+        if (rows->quantized) {
+            NAME(normalize)(1, singles, row, squares, width, norm, gain, bias);
+            quantize(rows->quantized, r, width, singles);
+        } else if (rows->normed)
+            NAME(normalize)(0, (T *)rows->normed + r * width, row, squares, width, norm, gain, bias);
     }
 }
 

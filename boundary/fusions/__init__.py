@@ -17,13 +17,11 @@ from torch import Tensor
 
 from ..forward import ForwardBatch
 from ..layout import SumGroup
-from ..parallel import BoundSum
-from ..residual import Norm
 
 if TYPE_CHECKING:
     from ..construction import StagePlan
 
-Fused = tuple[Tensor, Tensor]
+Fused = tuple[Any, Tensor]
 """The normalized input, and the updated residual."""
 
 
@@ -44,13 +42,16 @@ class FusedInput:
         scatter: `scatter(term, sum, counts, residual, norm)`, where one reduce-scatter completes the sum: rank
             `i` of the group keeps `counts[i]` rows of it, and the residual has this rank's, of which there may
             be none. None to decline; None in its place offers nothing.
+        formats: What it makes is in the read's input format, which `run` and `scatter` get as their last argument,
+            `form`, and None for the residual's dtype. Without it the format is made of the normalized rows.
     """
 
     sum_group: SumGroup
-    run: Callable[[Any, BoundSum | None, Tensor, Norm], Fused | None]
+    run: Callable[..., Fused | None]
     accepts_handoff: bool = False
     leaves_residual: Callable[[int], bool] = _never
-    scatter: Callable[[Tensor, BoundSum, Sequence[int], Tensor, Norm], Fused | None] | None = None
+    scatter: Callable[..., Fused | None] | None = None
+    formats: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ from ..kernels import all_reduce_add_norm as kernel
 from ..kernels.add_norm.naive import accumulator
 from ..kernels.moe_finalize import moe_finalize
 from ..kernels.norms import formula_of
+from ..kernels.quantization import Quantization
 from ..kernels.reduce_scatter_add_norm import reduce_scatter_add_norm
 from ..layout import SumGroup
 from ..ops import differentiable, summed
 from ..output import HandoffOutput
 from ..parallel import BoundSum
 from ..residual import Norm
-from ..residual.add_norm import normalize_sum, rms_norm, wide
+from ..residual.add_norm import Format, normalize_sum, rms_norm, wide
 from . import Fused, FusedAttentionInput, FusedMlpInput
 
 if TYPE_CHECKING:
@@ -39,28 +40,40 @@ def takes(rows: int) -> bool:
     return 0 < rows <= MAX_ROWS
 
 
-def all_reduce_add_norm(term: Tensor, over: BoundSum | None, residual: Tensor, norm: Norm) -> Fused | None:
+def all_reduce_add_norm(
+    term: Tensor, over: BoundSum | None, residual: Tensor, norm: Norm, form: Format | None = None
+) -> Fused | None:
     """Sum `term` over the group, add the residual, normalize: one rounding. Declines what it cannot do as
     stated, and what is too large to gain.
     """
     if not takes(term.shape[0]):
         return None
-    return fused_sum(term, over, residual, norm)
+    return fused_sum(term, over, residual, norm, form)
 
 
-def fused_sum(term: Tensor, over: BoundSum | None, residual: Tensor, norm: Norm) -> Fused | None:
+def fused_sum(
+    term: Tensor, over: BoundSum | None, residual: Tensor, norm: Norm, form: Format | None = None
+) -> Fused | None:
     """`all_reduce_add_norm` for any number of rows."""
     if over is None or not term.shape[0] or not _one_dtype(term, residual, norm):
         return None
     key = f"sum over {over.name.value}"
     formula = formula_of(norm, accumulator(term.dtype))
     if formula is None and hasattr(norm, "of_sum"):
-        return _of_unrounded_sum(term, over, residual, norm, key)
-    normed, total = kernel.all_reduce_add_norm(term, over.group, residual, formula, key)
-    return (norm(total) if normed is None else normed), total
+        return _of_unrounded_sum(term, over, residual, norm, key, form)
+    one_pass = form if isinstance(form, Quantization) else None
+    normed, total = kernel.all_reduce_add_norm(term, over.group, residual, formula, key, one_pass)
+    return _read(normed, total, norm, form), total
 
 
-def fused_scatter(term: Tensor, over: BoundSum, counts: Sequence[int], residual: Tensor, norm: Norm) -> Fused | None:
+def fused_scatter(
+    term: Tensor,
+    over: BoundSum,
+    counts: Sequence[int],
+    residual: Tensor,
+    norm: Norm,
+    form: Format | None = None,
+) -> Fused | None:
     """`fused_sum` of which each rank keeps its own rows. Declines a norm that no kernel knows and that takes the sum
     before it is rounded.
     """
@@ -69,10 +82,18 @@ def fused_scatter(term: Tensor, over: BoundSum, counts: Sequence[int], residual:
     if not term.shape[0] or not _one_dtype(term, residual, norm) or takes_unrounded:
         return None
     key = f"sum over {over.name.value}, scattered"
-    normed, total = reduce_scatter_add_norm(term, counts, over.group, residual, formula, key)
+    one_pass = form if isinstance(form, Quantization) else None
+    normed, total = reduce_scatter_add_norm(term, counts, over.group, residual, formula, key, one_pass)
+    return _read(normed, total, norm, form), total
+
+
+def _read(normed: Tensor | tuple[Tensor, ...] | None, total: Tensor, norm: Norm, form: Format | None) -> Any:
+    """The input, of what a kernel has made of it."""
+    if isinstance(normed, tuple):
+        return normed
     if normed is None:
         normed = norm(total) if total.shape[0] else total.clone()
-    return normed, total
+    return normed if form is None else form(normed)
 
 
 def _one_dtype(term: Tensor, residual: Tensor, norm: Norm) -> bool:
@@ -80,7 +101,9 @@ def _one_dtype(term: Tensor, residual: Tensor, norm: Norm) -> bool:
     return term.dtype == residual.dtype and (weight is None or weight.dtype == term.dtype)
 
 
-def _of_unrounded_sum(term: Tensor, over: BoundSum, residual: Tensor, norm: Norm, key: str) -> Fused:
+def _of_unrounded_sum(
+    term: Tensor, over: BoundSum, residual: Tensor, norm: Norm, key: str, form: Format | None
+) -> Fused:
     """For a norm that no kernel knows and that takes the sum before it is rounded."""
 
     def run(term: Tensor) -> Tensor:
@@ -89,15 +112,15 @@ def _of_unrounded_sum(term: Tensor, over: BoundSum, residual: Tensor, norm: Norm
 
     total = differentiable(term, run, lambda gradient: gradient.to(term.dtype)) + wide(residual)
     rounded = total.to(residual.dtype)
-    return normalize_sum(norm, total, rounded), rounded
+    return normalize_sum(norm, total, rounded, form), rounded
 
 
 def built_in_attention_input(sum_group: SumGroup) -> FusedAttentionInput:
-    return FusedAttentionInput(sum_group, all_reduce_add_norm, leaves_residual=takes)
+    return FusedAttentionInput(sum_group, all_reduce_add_norm, leaves_residual=takes, formats=True)
 
 
 def built_in_ffn_input() -> FusedMlpInput:
-    return FusedMlpInput(SumGroup.ATTN_TP, all_reduce_add_norm, leaves_residual=takes)
+    return FusedMlpInput(SumGroup.ATTN_TP, all_reduce_add_norm, leaves_residual=takes, formats=True)
 
 
 class SumHandoff(HandoffOutput):

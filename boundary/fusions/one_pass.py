@@ -22,6 +22,7 @@ from ..layout import SumGroup
 from ..output import HandoffOutput
 from ..parallel import BoundSum
 from ..residual import Norm
+from ..residual.add_norm import Format
 from . import Fused, FusedAttentionInput, FusedMlpInput
 from .all_reduce import SumHandoff, fused_scatter, fused_sum
 
@@ -51,13 +52,13 @@ class OnePassFusion:
 
     def attention_input(self, plan: StagePlan) -> Sequence[FusedAttentionInput]:
         return [
-            FusedAttentionInput(SumGroup.MOE_OUTPUT, self._finalize, accepts_handoff=True, leaves_residual=_any),
-            FusedAttentionInput(SumGroup.MOE_OUTPUT, self._sum, leaves_residual=_any, scatter=self._scatter),
-            FusedAttentionInput(SumGroup.TP, self._sum, leaves_residual=_any, scatter=self._scatter),
+            FusedAttentionInput(SumGroup.MOE_OUTPUT, self._finalize, True, _any, formats=True),
+            FusedAttentionInput(SumGroup.MOE_OUTPUT, self._sum, False, _any, self._scatter, formats=True),
+            FusedAttentionInput(SumGroup.TP, self._sum, False, _any, self._scatter, formats=True),
         ]
 
     def ffn_input(self, plan: StagePlan) -> Sequence[FusedMlpInput]:
-        return [FusedMlpInput(SumGroup.ATTN_TP, self._sum, leaves_residual=_any, scatter=self._scatter)]
+        return [FusedMlpInput(SumGroup.ATTN_TP, self._sum, False, _any, self._scatter, formats=True)]
 
     def can_defer_finalize(self, plan: StagePlan, forward_batch: ForwardBatch) -> bool:
         return self.finalizes and forward_batch.rows.tokens > 0
@@ -77,22 +78,29 @@ class OnePassFusion:
         normed, total = kernel.all_reduce_add_norm(
             handoff.combined(), handoff.over.group, residual, formula, "terminal finalize"
         )
-        assert normed is not None
         return normed, total
 
-    def _sum(self, term: Any, over: BoundSum | None, residual: Tensor, norm: Norm) -> Fused | None:
+    def _sum(self, term: Any, over: BoundSum | None, residual: Tensor, norm: Norm, form: Format | None) -> Fused | None:
         if over is None or not self.serves(over.group):
             return None
-        return fused_sum(term, over, residual, norm)
+        return fused_sum(term, over, residual, norm, form)
 
     def _scatter(
-        self, term: Tensor, over: BoundSum, counts: Sequence[int], residual: Tensor, norm: Norm
+        self,
+        term: Tensor,
+        over: BoundSum,
+        counts: Sequence[int],
+        residual: Tensor,
+        norm: Norm,
+        form: Format | None,
     ) -> Fused | None:
-        return fused_scatter(term, over, counts, residual, norm) if self.serves(over.group) else None
+        return fused_scatter(term, over, counts, residual, norm, form) if self.serves(over.group) else None
 
-    def _finalize(self, value: Any, over: BoundSum | None, residual: Tensor, norm: Norm) -> Fused | None:
+    def _finalize(
+        self, value: Any, over: BoundSum | None, residual: Tensor, norm: Norm, form: Format | None
+    ) -> Fused | None:
         if not isinstance(value, SumHandoff) or not self.serves(value.over.group):
             return None
         if value.expert_outputs.dtype != residual.dtype or not value.expert_outputs.shape[0]:
             return None
-        return fused_sum(value.combined(), value.over, residual, norm)
+        return fused_sum(value.combined(), value.over, residual, norm, form)

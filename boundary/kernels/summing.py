@@ -14,9 +14,10 @@ from .add_norm.backward import backward
 from .all_reduce_add_norm.naive import added
 from .host import records
 from .norms import NormFormula
+from .quantization import Quantization
 
-Results = tuple[Tensor | None, Tensor]
-"""`(normalized, sum)`; None where there is no norm."""
+Results = tuple[Tensor | tuple[Tensor, ...] | None, Tensor]
+"""`(normalized, sum)`; None where there is no norm, and a tuple where it is quantized."""
 
 
 class _SumAddNorm(torch.autograd.Function):
@@ -53,33 +54,44 @@ class _SumAddNorm(torch.autograd.Function):
         return ctx.back(given.to(ctx.dtypes[0])), given.to(ctx.dtypes[1]), weight, bias, None, None, None
 
 
-def in_steps(terms: list[Tensor], residual: Tensor, formula: NormFormula | None) -> Results:
+def in_steps(
+    terms: list[Tensor], residual: Tensor, formula: NormFormula | None, form: Quantization | None = None
+) -> Results:
     """The results without a kernel for all of it. The norm is made as that of any tensor, so that a sum that somebody
     looks at before it is normalized has the same."""
     total = added(terms, residual)
-    normed = None if formula is None else norm_of_sum(total, formula, residual.dtype)
+    normed = None
+    if formula is not None:
+        normed = norm_of_sum(total, formula, residual.dtype) if form is None else form.add_norm(total, None, formula)[0]
     return normed, total.to(residual.dtype)
-
-
-def recorded(term: Tensor, residual: Tensor, formula: NormFormula | None) -> bool:
-    """Whether autograd records an operation on these."""
-    if formula is None:
-        return records(term, residual)
-    return records(term, residual, formula.weight, formula.bias)
 
 
 def summing(
     term: Tensor,
     residual: Tensor,
     formula: NormFormula | None,
+    form: Quantization | None,
     run: Callable[[], Results],
     back: Callable[[Tensor], Tensor],
 ) -> Results:
-    """`run()`, which makes the operation's results of these tensors, with its gradient.
+    """`run()`, which makes the operation's results of these tensors, with its gradient where autograd records.
 
-    The norm's gradient is that at the rounded sum, which is what is kept. `back` makes a term's gradient of the sum's:
-    all ranks compute the same loss, so each term gets the gradient of the rows that it is a term of.
+    The norm's gradient is that at the rounded sum, which is what is kept; a quantized one has none. `back` makes a
+    term's gradient of the sum's: all ranks compute the same loss, so each term gets the gradient of the rows that it is
+    a term of.
     """
     weight, bias = (None, None) if formula is None else (formula.weight, formula.bias)
+    if not records(term, residual, weight, bias):
+        return run()
+    if form is not None:
+        quantized: list[Any] = []
+
+        def sum_alone() -> Results:
+            normed, total = run()
+            quantized.append(normed)
+            return None, total
+
+        _, total = summing(term, residual, None, None, sum_alone, back)
+        return *quantized, total  # type: ignore[return-value]
     made = _SumAddNorm.apply(term, residual, weight, bias, formula, run, back)
     return made if formula is not None else (None, made)  # type: ignore[return-value]

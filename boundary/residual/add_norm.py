@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..kernels import add_norm as kernel
 from ..kernels.add_norm.naive import accumulator, wide
 from ..kernels.norms import Kind, NormFormula, formula_of
+from ..kernels.quantization import Quantization
 from ..layout import Layout
 from . import LayerResidual, Norm, StageUpdate
 
@@ -81,30 +82,49 @@ def rms_norm(total: Tensor, gain: Tensor | None, eps: float, dtype: torch.dtype)
     return normalized.to(dtype)
 
 
-def normalize_sum(norm: Norm, total: Tensor, rounded: Tensor) -> Tensor:
+Format = Callable[[Tensor], tuple[Tensor, ...]]
+"""Makes the input of quantized compute of normalized rows: tensors that each have one row per token (data and scales),
+and that move together. A :class:`boundary.kernels.quantization.Quantization` is made in one pass with the norm.
+"""
+
+
+def normalize_sum(norm: Norm, total: Tensor, rounded: Tensor, form: Format | None = None) -> Any:
     """The norm of a sum: of `total` where the norm's formula is known, else of what it was rounded to."""
-    if not rounded.shape[0]:
-        return rounded.new_empty(rounded.shape)
     formula = formula_of(norm, total.dtype)
-    if formula is not None:
-        return kernel.norm_of_sum(total, formula, rounded.dtype)
+    if formula is not None and isinstance(form, Quantization):
+        return form.add_norm(total, None, formula)[0]
     of_sum = getattr(norm, "of_sum", None)
-    return norm(rounded) if of_sum is None else of_sum(total, rounded.dtype)
+    if not rounded.shape[0]:
+        normalized = rounded.new_empty(rounded.shape)
+    elif formula is not None:
+        normalized = kernel.norm_of_sum(total, formula, rounded.dtype)
+    else:
+        normalized = norm(rounded) if of_sum is None else of_sum(total, rounded.dtype)
+    return normalized if form is None else form(normalized)
 
 
 def add_norm(
-    contribution: Tensor, residual: Tensor, norm: Norm, post_residual_addition: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """`(norm(sum), sum)` of contribution, residual and addition, under the contract above. New tensors."""
+    contribution: Tensor,
+    residual: Tensor,
+    norm: Norm,
+    post_residual_addition: Tensor | None = None,
+    form: Format | None = None,
+) -> tuple[Any, Tensor]:
+    """`(norm(sum), sum)` of contribution, residual and addition, under the contract above. New tensors; the norm in
+    the format `form`, if there is one.
+    """
     if post_residual_addition is None:
         formula = formula_of(norm, accumulator(residual.dtype))
+        if formula is not None and isinstance(form, Quantization):
+            return form.add_norm(contribution, residual, formula)
         if formula is not None:
-            return kernel.add_norm(contribution, residual, formula)
+            normalized, total = kernel.add_norm(contribution, residual, formula)
+            return normalized if form is None else form(normalized), total
     total = wide(residual) + wide(contribution)
     if post_residual_addition is not None:
         total = total + wide(post_residual_addition)
     rounded = total.to(residual.dtype)
-    return normalize_sum(norm, total, rounded), rounded
+    return normalize_sum(norm, total, rounded, form), rounded
 
 
 @dataclass(frozen=True)
@@ -125,12 +145,11 @@ class AddNormRead:
     """The norm of the residual.
 
     Attributes:
-        quantize: Makes the input format of quantized compute from the normalized rows: a tuple of tensors
-            that each have one row per token (data and scales), and that move together.
+        quantize: Makes the input format of quantized compute.
         before_gather: Read on the source rows.
     """
 
-    quantize: Callable[[Tensor], tuple[Tensor, ...]] | None = None
+    quantize: Format | None = None
     before_gather: bool = False
     keeps_residual: bool = True
 
@@ -138,9 +157,12 @@ class AddNormRead:
         return LayerResidual(hidden_states, rows)
 
     def read(self, residual: LayerResidual, norm: Norm) -> tuple[Any, LayerResidual]:
-        value = residual.tensor
+        value, form = residual.tensor, self.quantize
+        formula = formula_of(norm, accumulator(value.dtype)) if isinstance(form, Quantization) else None
+        if formula is not None and isinstance(form, Quantization):
+            return form.add_norm(value, None, formula)[0], residual
         normalized = norm(value) if value.shape[0] else value.new_empty(value.shape)
-        return self.formatted(normalized), residual
+        return normalized if form is None else form(normalized), residual
 
     def update_and_read(
         self,
@@ -155,11 +177,8 @@ class AddNormRead:
             if post_residual_addition is not None:
                 raise ValueError("post_residual_addition needs a plain residual update")
             return self.read(updated, norm)
-        normalized, total = add_norm(contribution, residual.tensor, norm, post_residual_addition)
-        return self.formatted(normalized), LayerResidual(total, residual.rows)
+        read, total = add_norm(contribution, residual.tensor, norm, post_residual_addition, self.quantize)
+        return read, LayerResidual(total, residual.rows)
 
     def contract(self, residual: LayerResidual) -> Tensor:
         return residual.tensor
-
-    def formatted(self, normalized: Tensor) -> Any:
-        return normalized if self.quantize is None else self.quantize(normalized)

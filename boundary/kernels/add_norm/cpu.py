@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...compiled import NormSpec, library
+from ...compiled import NormSpec, QuantizedSpec, library
 from ..host import address_of, code_of, contiguous_like, host_norm, rows_of
 from ..norms import NormFormula
 from .backward import recorded
@@ -36,12 +36,26 @@ def _norm_of(value: Tensor, formula: NormFormula) -> NormSpec | None:
 
 
 def _run(value: Tensor, residual: Tensor | None, spec: NormSpec, code: int) -> tuple[Tensor, Tensor | None]:
-    hidden = value.shape[-1]
     normed = contiguous_like(value)
     total = None if residual is None else torch.empty_like(normed)
+    normalize(value, residual, spec, code, total, normed)
+    return normed, total
+
+
+def normalize(
+    value: Tensor,
+    residual: Tensor | None,
+    spec: NormSpec,
+    code: int,
+    total: Tensor | None,
+    normed: Tensor | None = None,
+    quantized: QuantizedSpec | None = None,
+) -> None:
+    """Write the sum and its norm, of tensors that the library takes: `total` and either `normed` or `quantized`."""
+    hidden = value.shape[-1]
     count = value.numel() // hidden
     if not count:
-        return normed, total
+        return
     value, value_stride = rows_of(value)
     residual, residual_stride = rows_of(residual)
     lib = library()
@@ -52,7 +66,8 @@ def _run(value: Tensor, residual: Tensor | None, spec: NormSpec, code: int) -> t
         address_of(residual),
         residual_stride,
         address_of(total),
-        normed.data_ptr(),
+        address_of(normed),
+        quantized,
         count,
         hidden,
         code,
@@ -60,4 +75,3 @@ def _run(value: Tensor, residual: Tensor | None, spec: NormSpec, code: int) -> t
     )
     if failed:
         raise MemoryError(f"no memory for a row of {hidden} elements")
-    return normed, total

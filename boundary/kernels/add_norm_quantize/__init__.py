@@ -39,13 +39,7 @@ def add_norm_quantize(
     Raises:
         ValueError: The dtype is another, or the scale is not one float32.
     """
-    if dtype not in naive.LIMITS:
-        raise ValueError(f"nothing is quantized to {dtype}, only to {' and '.join(map(str, naive.LIMITS))}")
-    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
-        raise ValueError(
-            f"a scale for all rows is one float32, and this one is {scale.dtype} of shape {tuple(scale.shape)}; "
-            "for a scale of each row give none"
-        )
+    naive.check(dtype, scale)
     made = None
     if gpu.runs(value, residual, formula.weight, formula.bias, scale):
         from . import triton

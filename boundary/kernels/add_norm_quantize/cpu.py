@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...compiled import library
+from ...compiled import QuantizedSpec
+from ..add_norm.cpu import normalize
 from ..add_norm.naive import wide
-from ..host import address_of, code_of, host_norm, records, rows_of
+from ..host import code_of, contiguous_like, host_norm, records
 from ..norms import NormFormula
 from .naive import FLOOR, LIMITS
 
@@ -24,43 +25,32 @@ def add_norm_quantize(
         return None
     if residual is not None and residual.shape != value.shape:
         return None
-    if scale is not None and (code_of(scale) is None or records(scale)):
+    spec = host_norm(formula, value.shape[-1])
+    if spec is None or not takes(scale):
         return None
-    hidden = value.shape[-1]
-    spec = host_norm(formula, hidden)
-    if spec is None:
-        return None
-    quantized = value.new_empty(value.shape, dtype=dtype)
-    scales = value.new_empty((*value.shape[:-1], 1), dtype=torch.float32) if scale is None else scale
+    data, scales, quantized = room(value, dtype, scale)
     total, written = value, None
     if residual is not None and records(value, residual):
         total = (wide(value) + wide(residual)).to(residual.dtype)
     elif residual is not None:
-        total = written = torch.empty_like(value, memory_format=torch.contiguous_format)
-    count = value.numel() // hidden
-    if not count:
-        return quantized, scales, total
-    value, value_stride = rows_of(value)
-    residual, residual_stride = rows_of(residual)
-    lib = library()
-    assert lib is not None
-    failed = lib.add_norm_quantize(
-        value.data_ptr(),
-        value_stride,
-        address_of(residual),
-        residual_stride,
-        address_of(written),
-        quantized.data_ptr(),
-        dtype == torch.int8,
-        scales.data_ptr() if scale is None else None,
-        1.0 if scale is None else scale.item(),
-        *LIMITS[dtype],
-        FLOOR,
-        count,
-        hidden,
-        code,
-        spec,
-    )
-    if failed:
-        raise MemoryError(f"no memory for a row of {hidden} elements")
-    return quantized, scales, total
+        total = written = contiguous_like(value)
+    normalize(value, residual, spec, code, written, quantized=quantized)
+    return data, scales, total
+
+
+def takes(scale: Tensor | None) -> bool:
+    """Whether the library may read the scale that is given."""
+    return scale is None or (code_of(scale) is not None and not records(scale))
+
+
+def room(like: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tensor, Tensor, QuantizedSpec]:
+    """For as many rows as `like` has, `[..., hidden]`: new memory, its scales or the one that is given, and both as the
+    library takes them. They must outlive its call.
+    """
+    data = contiguous_like(like, dtype)
+    low, high = LIMITS[dtype]
+    if scale is None:
+        scales = torch.empty((*like.shape[:-1], 1), dtype=torch.float32)
+        spec = QuantizedSpec(data.data_ptr(), scales.data_ptr(), dtype == torch.int8, 1.0, low, high, FLOOR)
+        return data, scales, spec
+    return data, scale, QuantizedSpec(data.data_ptr(), None, dtype == torch.int8, scale.item(), low, high, FLOOR)

@@ -14,6 +14,21 @@ LIMITS = {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
 FLOOR = 2.0**-40
 
 
+def check(dtype: torch.dtype, scale: Tensor | None) -> None:
+    """Refuse what nothing is quantized to.
+
+    Raises:
+        ValueError: The dtype is another, or the scale is not one float32.
+    """
+    if dtype not in LIMITS:
+        raise ValueError(f"nothing is quantized to {dtype}, only to {' and '.join(map(str, LIMITS))}")
+    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
+        raise ValueError(
+            f"a scale for all rows is one float32, and this one is {scale.dtype} of shape {tuple(scale.shape)}; "
+            "for a scale of each row give none"
+        )
+
+
 def scale_of(normed: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale of each row, `[..., 1]` float32, at which its largest magnitude is the largest value of `dtype`."""
     largest = normed.nan_to_num(nan=0.0).abs().amax(-1, keepdim=True)

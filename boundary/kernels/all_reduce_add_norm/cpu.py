@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...collectives import Group, SharedGroup
+from ..add_norm_quantize.cpu import room, takes
 from ..host import code_of, host_norm
 from ..norms import NormFormula
+from ..quantization import Quantization
+from ..summing import Results
 
 
 def sum_add_norm(
@@ -20,7 +23,8 @@ def sum_add_norm(
     formula: NormFormula | None,
     counts: Sequence[int] | None,
     key: str,
-) -> tuple[Tensor | None, Tensor] | None:
+    form: Quantization | None = None,
+) -> Results | None:
     """The sum onto the residual, of all rows or with `counts` of this rank's; None for what is not for the library.
 
     Whether it is, is decided before anything is sent, from what the ranks of one model have alike: dtypes, widths, and
@@ -36,4 +40,10 @@ def sum_add_norm(
     norm = None if formula is None else host_norm(formula, shape[1])
     if formula is not None and norm is None:
         return None
-    return group.sum_add_norm(term, residual, norm, counts, key)
+    if form is None or norm is None:
+        return group.sum_add_norm(term, residual, norm, counts, key)
+    if not takes(form.scale):
+        return None
+    data, scale, quantized = room(residual, form.dtype, form.scale)
+    made = group.sum_add_norm(term, residual, norm, counts, key, quantized)
+    return None if made is None else (form.tuple_of(data, scale), made[1])

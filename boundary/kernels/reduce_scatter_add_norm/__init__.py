@@ -15,12 +15,19 @@ from ...gradients import once
 from ...symmetric_memory import workspace_of
 from ..all_reduce_add_norm.cpu import sum_add_norm
 from ..norms import NormFormula
-from ..summing import Results, in_steps, recorded, summing
+from ..quantization import Quantization
+from ..summing import Results, in_steps, summing
 from . import naive
 
 
 def reduce_scatter_add_norm(
-    term: Tensor, counts: Sequence[int], group: Group, residual: Tensor, formula: NormFormula | None, key: str
+    term: Tensor,
+    counts: Sequence[int],
+    group: Group,
+    residual: Tensor,
+    formula: NormFormula | None,
+    key: str,
+    form: Quantization | None = None,
 ) -> Results:
     """`(norm(sum + residual), sum + residual)` on this rank's rows of the sum over the ranks' terms.
 
@@ -34,9 +41,10 @@ def reduce_scatter_add_norm(
         residual: `[counts[rank], hidden]`: this rank's rows of it. Not written to.
         formula: The norm, over the last dim; None for none.
         key: What this exchange is; equal on all ranks.
+        form: What the norm is quantized to, before it is rounded; None for the residual's dtype.
 
     Returns:
-        New tensors of the residual's dtype; None for the normalized rows without a formula.
+        As `all_reduce_add_norm`.
 
     Raises:
         CollectiveError: The ranks did not meet.
@@ -51,20 +59,26 @@ def reduce_scatter_add_norm(
         )
 
     def run() -> Results:
-        return _run(term, counts, group, residual, formula, key)
+        return _run(term, counts, group, residual, formula, key, form)
 
     def gathered(gradient: Tensor) -> Tensor:
         shapes = [(count, *gradient.shape[1:]) for count in counts]
         return once(torch.cat(group.all_gather(gradient, shapes, f"gradient of {key}")), gradient)
 
-    return summing(term, residual, formula, run, gathered) if recorded(term, residual, formula) else run()
+    return summing(term, residual, formula, form, run, gathered)
 
 
 def _run(
-    term: Tensor, counts: Sequence[int], group: Group, residual: Tensor, formula: NormFormula | None, key: str
+    term: Tensor,
+    counts: Sequence[int],
+    group: Group,
+    residual: Tensor,
+    formula: NormFormula | None,
+    key: str,
+    form: Quantization | None,
 ) -> Results:
     workspace = workspace_of(group) if isinstance(group, NcclGroup) else None
-    if workspace is not None:
+    if workspace is not None and form is None:
         from . import triton
 
         made = triton.reduce_scatter_add_norm(term, counts, workspace, residual, formula)
@@ -72,8 +86,8 @@ def _run(
             own = made[1].nbytes
             group.note("reduce_scatter", term.nbytes - own + (group.size - 1) * own, key)
             return made
-    made = sum_add_norm(term, group, residual, formula, counts, key)
-    return in_steps(naive.terms_of(term, counts, group, key), residual, formula) if made is None else made
+    made = sum_add_norm(term, group, residual, formula, counts, key, form)
+    return in_steps(naive.terms_of(term, counts, group, key), residual, formula, form) if made is None else made
 
 
 __all__ = ["reduce_scatter_add_norm"]

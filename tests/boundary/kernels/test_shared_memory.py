@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -184,6 +185,36 @@ def test_a_killed_rank_is_an_error_on_every_survivor_and_leaves_nothing(op: str,
     while not leftovers() <= before and time.monotonic() < deadline:
         time.sleep(0.1)
     assert leftovers() <= before
+
+
+def from_one_core(world: World, tries: int, steps: int) -> tuple[list[int], bool]:
+    """The core after `steps` sums that began on one core, in each try; and whether all cores are allowed as before."""
+    group = kept_group(world)
+    getcpu = ctypes.CDLL(None).sched_getcpu
+    allowed = os.sched_getaffinity(0)
+    cores = []
+    try:
+        for attempt in range(tries):
+            os.sched_setaffinity(0, {min(allowed)})
+            group.all_reduce(torch.ones(64), f"together {attempt}")
+            os.sched_setaffinity(0, allowed)
+            for step in range(steps):
+                group.all_reduce(torch.ones(64), f"apart {step}")
+            cores.append(getcpu())
+            group.all_reduce(torch.ones(64), f"seen {attempt}")
+    finally:
+        kept = os.sched_getaffinity(0) == allowed
+        os.sched_setaffinity(0, allowed)
+    return cores, kept
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_on_one_core_move_apart(pools: Pools, size: int):
+    tries = 9
+    cores, kept = zip(*pools(size).run(from_one_core, tries, 40), strict=True)
+    assert all(kept), "the cores that a process may use are no longer those it had"
+    assert sum(len(set(places)) > 1 for places in zip(*cores, strict=True)) > tries // 2, cores
 
 
 def one_is_late(world: World) -> tuple[str, float, int | None]:

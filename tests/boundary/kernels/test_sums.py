@@ -17,6 +17,7 @@ from boundary.kernels.add_norm import add_norm
 from boundary.kernels.all_reduce_add_norm import all_reduce_add_norm, cpu
 from boundary.kernels.all_reduce_add_norm import naive as all_reduced
 from boundary.kernels.norms import NormFormula
+from boundary.kernels.quantization import Quantization
 from boundary.kernels.reduce_scatter_add_norm import naive as scattered
 from boundary.kernels.reduce_scatter_add_norm import reduce_scatter_add_norm
 from tests.norms import KINDS
@@ -123,6 +124,59 @@ def test_fused_or_one_after_the_other_gives_the_same_bits(ranks: SharedThreads, 
 
     ranks.run(rank_main)
     run_world(ranks.size, rank_main)  # also where no memory is shared, and no pass does it all
+
+
+FORMS = [Quantization(torch.int8), Quantization(torch.float8_e4m3fn), Quantization(torch.int8, torch.tensor(0.02))]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["int8", "float8", "one scale"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(deadline=None, max_examples=8)
+@given(rows=st.integers(0, 40), hidden=st.sampled_from(HIDDEN), kind=st.sampled_from(KINDS), data=st.data())
+def test_a_quantized_sum_has_the_bits_of_the_unrounded_sum_quantized(
+    ranks: SharedThreads, dtype: torch.dtype, form: Quantization, rows: int, hidden: int, kind: str, data
+):
+    """In one pass through shared memory, and in steps where none is shared; whatever part of it a rank keeps."""
+    terms = [draw(rows, hidden, dtype=dtype, seed=rank) for rank in range(ranks.size)]
+    residual = draw(rows, hidden, dtype=dtype, seed=9)
+    norm_of = formula(kind, hidden, dtype)
+    cuts = sorted(data.draw(st.lists(st.integers(0, rows), min_size=ranks.size - 1, max_size=ranks.size - 1)))
+    counts = [end - start for start, end in zip([0, *cuts], [*cuts, rows], strict=True)]
+    unrounded = all_reduced.added(terms, residual)
+    wanted = form.add_norm(unrounded, None, norm_of)[0]
+
+    def rank_main(group: Group) -> None:
+        term, start = terms[group.rank], sum(counts[: group.rank])
+        own = slice(start, start + counts[group.rank])
+        if rows and isinstance(group, SharedGroup):
+            assert cpu.sum_add_norm(term, group, residual, norm_of, None, "taken", form) is not None, "declined"
+        for grad in (False, True):
+            term = term.clone().requires_grad_(grad)
+            made = all_reduce_add_norm(term, group, residual, norm_of, "whole", form)
+            part = reduce_scatter_add_norm(term, counts, group, residual[own], norm_of, "part", form)
+            for (read, total), kept in ((made, slice(None)), (part, own)):
+                assert isinstance(read, tuple) and len(read) == len(wanted)
+                assert torch.equal(total, unrounded[kept].to(dtype)) and total.requires_grad == grad
+                for found, right in zip(read, wanted, strict=True):
+                    right = right[kept]
+                    assert found.dtype == right.dtype and found.shape == right.shape and not found.requires_grad
+                    assert torch.equal(found.view(torch.uint8), right.contiguous().view(torch.uint8))
+
+    ranks.run(rank_main)
+    run_world(ranks.size, rank_main)
+
+
+def test_the_gradient_of_a_quantized_sum_is_that_of_the_sum():
+    def rank_main(group: SharedGroup) -> None:
+        term = draw(4, 6, dtype=torch.float32, seed=group.rank).requires_grad_()
+        residual = draw(2, 6, dtype=torch.float32, seed=8).requires_grad_()
+        norm_of, weights = formula("rms", 6, torch.float32), draw(2, 6, dtype=torch.float32, seed=9)
+        _, total = reduce_scatter_add_norm(term, [2, 2], group, residual, norm_of, "k", FORMS[0])
+        (total * weights).sum().backward()
+        assert term.grad is not None and torch.equal(term.grad, torch.cat([weights, weights]))
+        assert residual.grad is not None and torch.equal(residual.grad, weights)
+
+    SharedThreads(2).run(rank_main)
 
 
 def test_nans_and_infinities_of_any_rank_arrive(ranks: SharedThreads):
