@@ -47,7 +47,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .compiled import NormSpec, QuantizedSpec, dtypes
-from .shared_memory import SharedMemory
+from .shared_memory import Run, SharedMemory
 from .sockets import PeerFailed, Sockets
 
 Shape = Sequence[int]
@@ -241,6 +241,39 @@ class Group(ABC):
         self._run(op, _on_the_wire(own), list(gathered), key)
         return gathered
 
+    def all_gather_along(
+        self,
+        dim: int,
+        piece: Tensor,
+        whole_shape: Shape,
+        runs: tuple[Run, ...],
+        widths: tuple[int, ...],
+        key: str = "",
+    ) -> Tensor:
+        """What the ranks' pieces make up along one dim: a new contiguous tensor of `whole_shape`.
+
+        Args:
+            dim: The dim along which pieces differ; it may be negative.
+            piece: This rank's. Any strides; one dtype on all ranks.
+            whole_shape: The result's, as that of a tensor.
+            runs: Where the whole's columns along `dim` come from, from the first to the last.
+            widths: How wide each rank's piece is along `dim`.
+            key: What this exchange is; equal on all ranks.
+        """
+        shapes = None
+        if len(set(widths)) > 1:
+            shape = list(piece.shape)
+            shapes = [(*shape[:dim], width, *shape[dim:][1:]) for width in widths]
+        pieces = self.all_gather(piece, shapes, key)
+        with torch.no_grad():
+            parts = [
+                pieces[run.rank]
+                if run.width == widths[run.rank]
+                else pieces[run.rank].narrow(dim, run.piece, run.width)
+                for run in runs
+            ]
+            return torch.cat(parts, dim)
+
     def all_gather_many(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[Shape] | None] | None = None, key: str = ""
     ) -> list[list[Tensor]]:
@@ -429,7 +462,7 @@ def _message(value: Tensor, key: str) -> tuple[str, memoryview]:
 
 
 @lru_cache(maxsize=4096)
-def _description(dtype: torch.dtype, shape: torch.Size) -> str:
+def _description(dtype: torch.dtype, shape: Shape) -> str:
     return f"{tuple(shape)} of {str(dtype).removeprefix('torch.')}"
 
 
@@ -465,6 +498,44 @@ class SharedGroup(HostGroup):
             )
         except PeerFailed as failure:
             raise self._translated(failure, start, key) from failure.__cause__
+
+    def all_gather_along(
+        self,
+        dim: int,
+        piece: Tensor,
+        whole_shape: Shape,
+        runs: tuple[Run, ...],
+        widths: tuple[int, ...],
+        key: str = "",
+    ) -> Tensor:
+        """See :meth:`Group.all_gather_along`. Pieces go to their places in the whole as they are received."""
+        if self.size == 1 or not piece.is_cpu or type(piece) not in _WITH_MEMORY or 0 in whole_shape:
+            return super().all_gather_along(dim, piece, whole_shape, runs, widths, key)
+        piece = _on_the_wire(piece.detach())
+        with outside_inference():
+            whole = piece.new_empty(whole_shape)
+        along = dim % len(whole_shape)
+        column = piece.element_size() * prod(whole_shape[along + 1 :])
+        rows = prod(whole_shape[:along])
+        if _recordings:
+            peers = self.size - 1
+            self.note("all_gather", (peers * widths[self.rank] + sum(widths) - widths[self.rank]) * rows * column, key)
+        start = time.monotonic()
+        try:
+            self.transport.gather(
+                _gathered_name(key, piece.dtype, whole_shape, along, widths),
+                piece.data_ptr(),
+                whole.data_ptr(),
+                rows,
+                column,
+                whole_shape[along],
+                runs,
+                widths,
+                self.limit,
+            )
+        except PeerFailed as failure:
+            raise self._translated(failure, start, key) from failure.__cause__
+        return whole
 
     def all_reduce(self, term: Tensor, key: str = "") -> Tensor:
         code = self._code(term)
@@ -606,6 +677,12 @@ def _located(value: Tensor, key: str) -> tuple[str, int, int]:
     if not place:
         raise ValueError(f"exchange {what}: a {type(value).__name__} without memory of its own cannot be sent")
     return what, place, value.nbytes
+
+
+@lru_cache(maxsize=4096)
+def _gathered_name(key: str, dtype: torch.dtype, whole_shape: Shape, dim: int, widths: tuple[int, ...]) -> str:
+    """What a whole that is gathered is, in words."""
+    return f"{key!r} with {_description(dtype, whole_shape)}, gathered along dim {dim} from {widths}"
 
 
 @lru_cache(maxsize=4096)

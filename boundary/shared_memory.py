@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
@@ -42,8 +42,27 @@ _DONE, _AGAIN, _CLOSED, _MISMATCH, _NO_MEMORY = range(5)
 _F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 2, 4
 
 
-#: The library's `sum_t`: packing it is several times as fast as handing over its fields one by one.
+#: The library's `sum_t` and `gather_t`: packing them is several times as fast as handing over the fields one by one.
 _SUM = struct.Struct("=QQqQqQQqQqQQQ")
+_GATHER = struct.Struct("=QQQQqqQQq")
+
+
+class Run(NamedTuple):
+    """Columns side by side: whose piece has them, where they begin in it and in the whole, and how many there are."""
+
+    rank: int
+    piece: int
+    whole: int
+    width: int
+
+
+@lru_cache(maxsize=1024)
+def _placement(runs: tuple[Run, ...], widths: tuple[int, ...], column: int) -> tuple[Any, int, Any, int]:
+    """The bytes of each rank's rows, and the library's `run_t` of all runs, with their addresses."""
+    row_bytes = (ctypes.c_int64 * len(widths))(*(width * column for width in widths))
+    numbers = [number for rank, *columns in runs for number in (rank, *(column * one for one in columns))]
+    placed = (ctypes.c_int64 * len(numbers))(*numbers)
+    return row_bytes, ctypes.addressof(row_bytes), placed, ctypes.addressof(placed)
 
 
 class _Name(NamedTuple):
@@ -89,8 +108,8 @@ class SharedMemory:
         self.longest_row = lib.longest_row(self._channel)
         # What the library takes: pointers, lengths and tokens, one per rank, of what is sent and of what arrives.
         self._arrays = [(kind * self.size)() for kind in (ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64) * 2]
-        self._sum = ctypes.create_string_buffer(_SUM.size)
-        self._sum_address = ctypes.addressof(self._sum)
+        self._request = ctypes.create_string_buffer(max(_SUM.size, _GATHER.size))
+        self._request_address = ctypes.addressof(self._request)
 
     @classmethod
     def connect(cls, store: Store, rank: int, size: int, limit: float, window: int = WINDOW) -> SharedMemory:
@@ -170,6 +189,49 @@ class SharedMemory:
             text = _named(sent[0]).text
         self._run(self._lib.exchange, (self._channel, text, dealt, *self._arrays), limit)
 
+    def gather(
+        self,
+        what: str,
+        piece: int,
+        whole: int,
+        rows: int,
+        column: int,
+        width: int,
+        runs: tuple[Run, ...],
+        widths: tuple[int, ...],
+        limit: float,
+    ) -> None:
+        """Put every rank's piece into this rank's whole. Every rank calls it.
+
+        Args:
+            what: What is gathered; equal on all ranks.
+            piece, whole: The addresses of `rows` rows each.
+            column: The bytes of a column of a row.
+            width: How many columns a row of the whole has.
+            runs: Where each of them comes from.
+            widths: How many columns a row of each rank's piece has.
+            limit: Seconds after which waiting ends.
+
+        Raises:
+            PeerFailed: As in `exchange`.
+        """
+        name = _named(what)
+        _, row_bytes, _, placed = _placement(runs, widths, column)
+        _GATHER.pack_into(
+            self._request,
+            0,
+            name.address,
+            name.token,
+            piece,
+            whole,
+            rows,
+            width * column,
+            row_bytes,
+            placed,
+            len(runs),
+        )
+        self._run(self._lib.gather, (self._channel, self._request_address), limit)
+
     def reduce(
         self,
         what: str,
@@ -206,7 +268,7 @@ class SharedMemory:
         name = _named(what)
         parts = None if counts is None else (ctypes.c_int64 * self.size)(*counts)
         _SUM.pack_into(
-            self._sum,
+            self._request,
             0,
             name.address,
             name.token,
@@ -222,7 +284,7 @@ class SharedMemory:
             0 if quantized is None else ctypes.addressof(quantized),
             0 if norm is None else ctypes.addressof(norm),
         )
-        self._run(self._lib.reduce, (self._channel, self._sum_address), limit)
+        self._run(self._lib.reduce, (self._channel, self._request_address), limit)
 
     def _run(self, function: ctypes._NamedFuncPointer, arguments: tuple, limit: float) -> None:  # type: ignore[name-defined]
         """Call until it is done. After a failure the ranks are out of step, so there is no second one."""

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from boundary.collectives import Group, outside_inference, sum_in_rank_order
+from boundary.collectives import Group, Run, outside_inference, sum_in_rank_order
 
 Shape = tuple[int, ...]
 
@@ -277,6 +277,11 @@ class Shard(Layout):
             return None
         return [_resized(whole, self.dim, width) for width in self._own_plan.widths]
 
+    def gather(self, piece: Tensor, group: Group, key: str) -> Tensor:
+        whole_shape = self.whole_shape(piece.shape, group.rank, group.size)
+        plan = self._plan(whole_shape, group.size)
+        return group.all_gather_along(self.dim, piece, whole_shape, plan.runs, plan.widths, key)
+
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         return self._joined(pieces, lambda copies: copies[0])
 
@@ -379,6 +384,12 @@ class _Plan:
     parts: tuple[tuple[_Part, ...], ...]
     holders: tuple[tuple[tuple[int, _Part], ...], ...]
     plain: bool
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Where the whole's columns come from: of those that several ranks hold, from the first of these."""
+        first = (holders[0] for holders in self.holders)
+        return tuple(Run(rank, part.piece, part.whole, part.width) for rank, part in first)
 
 
 @lru_cache(maxsize=4096)

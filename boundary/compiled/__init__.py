@@ -219,6 +219,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "channel_text": (text, [address, integer]),
         "longest_row": (size, [address]),
         "exchange": (integer, [address, text, integer, *[address] * 6, size]),
+        "gather": (integer, [address, address, size]),
         "reduce": (integer, [address, address, size]),
     }  # fmt: skip
     for name, (result, arguments) in signatures.items():

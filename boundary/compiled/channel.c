@@ -350,6 +350,69 @@ EXPORTED int exchange(channel_t *channel, const char *text, int dealt, const cha
     return run(channel, &call, receive_pieces, &receipt, nanoseconds);
 }
 
+/* A run of bytes that every row of a rank's piece has from `from` on, and a row of the whole from `to` on. */
+typedef struct {
+    int64_t rank, from, to, bytes;
+} run_t;
+
+/* A whole of `rows` rows, `stride` bytes each, of which each rank's piece has as many, `row_bytes` long. Every field has
+   eight bytes: see shared_memory.py. */
+typedef struct {
+    const char *text;
+    uint64_t token;
+    const char *piece;
+    char *whole;
+    int64_t rows, stride;
+    const int64_t *row_bytes;
+    const run_t *runs;
+    int64_t num_runs;
+} gather_t;
+
+typedef struct {
+    int rank, size;
+    const gather_t *gather;
+} gathering_t;
+
+/* Where a piece's bytes from `start` to `end` belong, which are at `from`. */
+static void place(const gather_t *gather, int rank, const char *from, int64_t start, int64_t end) {
+    int64_t row_bytes = gather->row_bytes[rank];
+    for (int64_t row = start / row_bytes; row * row_bytes < end; row++)
+        for (int64_t i = 0; i < gather->num_runs; i++) {
+            const run_t *run = &gather->runs[i];
+            if (run->rank != rank) continue;
+            int64_t first = row * row_bytes + run->from, last = first + run->bytes;
+            char *to = gather->whole + row * gather->stride + run->to;
+            if (first < start) to += start - first, first = start;
+            if (last > end) last = end;
+            if (first < last) memcpy(to, from + (first - start), (size_t)(last - first));
+        }
+}
+
+static void place_pieces(void *context, const char *const *pieces, const int64_t *starts, const int64_t *bytes) {
+    const gathering_t *gathering = context;
+    for (int rank = 0; rank < gathering->size; rank++) {
+        if (!bytes[rank]) continue;
+        const char *from = rank == gathering->rank ? gathering->gather->piece + starts[rank] : pieces[rank];
+        place(gathering->gather, rank, from, starts[rank], starts[rank] + bytes[rank]);
+    }
+}
+
+/* Put every rank's piece into a whole of this rank's own. */
+EXPORTED int gather(channel_t *channel, const gather_t *gather, int64_t nanoseconds) {
+    const char *send[MAX_RANKS];
+    int64_t send_bytes[MAX_RANKS], receive_bytes[MAX_RANKS];
+    uint64_t tokens[MAX_RANKS];
+    for (int rank = 0; rank < channel->size; rank++) {
+        send[rank] = gather->piece;
+        send_bytes[rank] = gather->rows * gather->row_bytes[channel->rank];
+        receive_bytes[rank] = gather->rows * gather->row_bytes[rank];
+        tokens[rank] = gather->token;
+    }
+    call_t call = {gather->text, 64, 0, send, send_bytes, receive_bytes, tokens, tokens};
+    gathering_t gathering = {channel->rank, channel->size, gather};
+    return run(channel, &call, place_pieces, &gathering, nanoseconds);
+}
+
 typedef struct {
     int rank, size, dtype;
     const char *own; /* this rank's term of what it keeps */
