@@ -140,6 +140,25 @@ def outside_inference() -> AbstractContextManager[Any]:
     return stack
 
 
+def fresh(like: Tensor, shape: Shape | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """A new contiguous tensor beside `like`, with a version counter whatever mode the caller is in.
+
+    Its shape and dtype are those of `like`, or those that are given.
+    """
+    if torch.is_inference_mode_enabled():
+        with outside_inference():
+            return _new(like, shape, dtype)
+    return _new(like, shape, dtype)
+
+
+def _new(like: Tensor, shape: Shape | None, dtype: torch.dtype | None) -> Tensor:
+    if shape is not None:
+        return like.new_empty(shape, dtype=dtype or like.dtype)
+    if dtype is None and like.is_contiguous():
+        return torch.empty_like(like)  # a quarter faster than with more arguments
+    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 def sum_in_rank_order(terms: Sequence[Tensor]) -> Tensor:
     """A new tensor: `terms[0] + terms[1] + ...`; the same bits on every rank that holds the same terms.
 
@@ -512,8 +531,7 @@ class SharedGroup(HostGroup):
         if self.size == 1 or not piece.is_cpu or type(piece) not in _WITH_MEMORY or 0 in whole_shape:
             return super().all_gather_along(dim, piece, whole_shape, runs, widths, key)
         piece = _on_the_wire(piece.detach())
-        with outside_inference():
-            whole = piece.new_empty(whole_shape)
+        whole = fresh(piece, whole_shape)
         along = dim % len(whole_shape)
         column = piece.element_size() * prod(whole_shape[along + 1 :])
         rows = prod(whole_shape[:along])
@@ -542,7 +560,7 @@ class SharedGroup(HostGroup):
         if code is None:
             return super().all_reduce(term, key)
         term = _on_the_wire(term)
-        total = self._empty_like(term)
+        total = fresh(term)
         self._reduce("all_reduce", term, code, total, None, key)
         return total
 
@@ -552,7 +570,7 @@ class SharedGroup(HostGroup):
         if code is None:
             return super().reduce_scatter(term, counts, key)
         term = _on_the_wire(term)
-        total = self._empty_like(term[: counts[self.rank]])
+        total = fresh(term[: counts[self.rank]])
         self._reduce("reduce_scatter", term, code, total, counts, key)
         return total
 
@@ -596,8 +614,8 @@ class SharedGroup(HostGroup):
         if residual.stride(1) != 1:
             residual = residual.contiguous()
         term = _on_the_wire(term)
-        total = self._empty_like(residual)
-        normed = None if norm is None or quantized is not None else self._empty_like(total)
+        total = fresh(residual)
+        normed = None if norm is None or quantized is not None else fresh(total)
         self._reduce(
             "all_reduce" if counts is None else "reduce_scatter",
             term, code, total, counts, key, shape[1], residual, normed, norm, quantized,
@@ -648,15 +666,6 @@ class SharedGroup(HostGroup):
             )
         except PeerFailed as failure:
             raise self._translated(failure, start, key) from failure.__cause__
-
-    def _empty_like(self, value: Tensor) -> Tensor:
-        """A new contiguous tensor, with a version counter whatever mode the caller is in."""
-        if torch.is_inference_mode_enabled():
-            with outside_inference():
-                return torch.empty_like(value, memory_format=torch.contiguous_format)
-        if value.is_contiguous():
-            return torch.empty_like(value)  # asking for a memory format takes as long again
-        return torch.empty_like(value, memory_format=torch.contiguous_format)
 
     def _code(self, term: Tensor) -> int | None:
         """The library's code of the term's dtype; None where the sum is not for it."""

@@ -232,9 +232,9 @@ def _fused(
         )  # fmt: skip
         if not matches:
             continue
-        options = (form,) if candidate.formats else ()
+        options = {"form": form} if candidate.formats else {}
         if counts is None:
-            made = candidate.run(contribution.value, owed.sum, residual.tensor, entry.norm, *options)
+            made = candidate.run(contribution.value, owed.sum, residual.tensor, entry.norm, **options)
         else:
             moved = residual.moved(rows, entry.mover, batch.rows)
             made = _scattered(entry, candidate, contribution, counts, moved, options)
@@ -260,7 +260,7 @@ def _scattered(
     contribution: Contribution,
     counts: list[int],
     residual: LayerResidual,
-    options: tuple,
+    options: dict[str, Any],
 ) -> Fused | None:
     """What a candidate makes of a sum that a reduce-scatter completes on the residual's rows. Before it is asked, a
     transform runs that goes before the sum.
@@ -270,7 +270,7 @@ def _scattered(
         return None
     contribution.transform_term()
     assert isinstance(contribution.value, Tensor)
-    return candidate.scatter(contribution.value, contribution.owed.sum, counts, residual.tensor, entry.norm, *options)
+    return candidate.scatter(contribution.value, contribution.owed.sum, counts, residual.tensor, entry.norm, **options)
 
 
 def _join(

@@ -7,7 +7,7 @@ is used again: nothing that is handed out lies in it.
 The segment has no name in any file system. One rank makes it and hands its descriptor to the others over their
 sockets, and it is gone with the last process that maps it, however that ends. The sockets stay: one that closes says
 that a peer is gone, and closing them ends every wait. Waits end after their limit in any case. Where ranks outnumber
-cores a wait soon gives its core away.
+cores a wait soon gives its core away, and a rank that waits for one on its own core moves to another if its thread may.
 
 One rank's end belongs to one group and one thread at a time. Without the compiled library there is none of this, and
 the sockets alone do the same work (see :class:`boundary.collectives.SocketGroup`).

@@ -9,7 +9,8 @@
    With the first step of a collective a rank posts what it sends to each rank, as a token. A receiver compares it
    with the token of what it expects, so ranks at different collectives read none of each other's values.
 
-   A wait spins, then gives its core away, then sleeps on the flag. It ends at the latest after the time it was
+   A wait spins, then gives its core away, then sleeps on the flag; a rank that waits for one on its own core moves to a
+   core with fewer of the channel's ranks, which takes the affinity of its thread away for a moment. A wait ends at the latest after the time it was
    given, and the caller calls again to go on; and it ends when the socket that ties this rank to the awaited one is
    closed, which happens when that process ends, however it ends. */
 #define _GNU_SOURCE
@@ -41,7 +42,7 @@ enum { DONE, AGAIN, CLOSED, MISMATCH, NO_MEMORY };
 typedef struct {
     _Atomic uint32_t step;     /* the last step this rank has published */
     _Atomic uint32_t sleepers; /* how many ranks sleep until it changes */
-    _Atomic int32_t core;      /* where this rank ran when it published */
+    _Atomic int32_t core;      /* where this rank ran when it published; -1 before */
     char padding[116];         /* a flag has its cache lines to itself */
 } flag_t;
 
@@ -111,7 +112,10 @@ EXPORTED channel_t *channel_open(int descriptor, int rank, int size, int64_t win
     channel->slots = channel->base + head_bytes(size);
     memcpy(channel->links, links, size * sizeof(int));
     channel->step = FIRST_STEP;
-    for (int i = 0; !rank && i < size; i++) atomic_store(&channel->flags[i].step, FIRST_STEP);
+    for (int i = 0; !rank && i < size; i++) {
+        atomic_store(&channel->flags[i].step, FIRST_STEP);
+        atomic_store(&channel->flags[i].core, -1);
+    }
     cpu_set_t cores;
     /* Whoever spins where ranks outnumber cores keeps the one it waits for from running. */
     int crowded = sched_getaffinity(0, sizeof cores, &cores) || CPU_COUNT(&cores) < size;
@@ -204,8 +208,9 @@ static int look_around(channel_t *channel, const call_t *call) {
     return DONE;
 }
 
-/* Leave the core that the awaited rank needs too, if there is one with fewer ranks. Ranks that spin and yield on one core
-   would stay there for long though another one is idle: none of them looks as if it wanted to move. */
+/* Leave the core that the awaited rank needs too, if there is one with fewer of this channel's ranks. Ranks that spin and
+   yield on one core would stay there for long though another one is idle: none of them looks as if it wanted to move.
+   A thread that is pinned to one core stays; where else there is work, other than the channel's, nobody knows. */
 static void make_way(channel_t *channel, int peer) {
     int core = sched_getcpu();
     if (core < 0 || core >= CPU_SETSIZE || atomic_load(&channel->flags[peer].core) != core) return;
@@ -226,7 +231,11 @@ static void make_way(channel_t *channel, int peer) {
         CPU_SET(other, &better);
     }
     if (!CPU_COUNT(&better) || sched_setaffinity(0, sizeof better, &better)) return;
-    sched_setaffinity(0, sizeof allowed, &allowed);
+    if (sched_setaffinity(0, sizeof allowed, &allowed)) {
+        /* The cores that are allowed have changed meanwhile: all that there are, of which the kernel leaves those. */
+        memset(&allowed, 0xff, sizeof allowed);
+        sched_setaffinity(0, sizeof allowed, &allowed);
+    }
     atomic_store(&channel->flags[channel->rank].core, sched_getcpu()); /* or another rank would move as well */
 }
 
@@ -368,6 +377,8 @@ typedef struct {
     int64_t num_runs;
 } gather_t;
 
+_Static_assert(sizeof(gather_t) == 9 * 8, "shared_memory.py packs nine fields of eight bytes");
+
 typedef struct {
     int rank, size;
     const gather_t *gather;
@@ -483,6 +494,8 @@ typedef struct {
     const quantized_t *quantized;
     const norm_t *norm;
 } sum_t;
+
+_Static_assert(sizeof(sum_t) == 13 * 8, "shared_memory.py packs thirteen fields of eight bytes");
 
 /* Sum the ranks' terms in rank order. */
 EXPORTED int reduce(channel_t *channel, const sum_t *sum, int64_t nanoseconds) {

@@ -52,15 +52,18 @@ static inline __attribute__((always_inline)) A NAME(sum_of)(A *row, T *total, co
     memset(wide, 0, sizeof wide);
     int store = total && (const void *)total != (const void *)row;
     int64_t i = 0;
-    for (; i + LANES <= width; i += LANES)
+    for (; i + LANES <= width; i += LANES) {
+        V sums[LANES / WIDE];
+        for (int j = 0; j < LANES / WIDE; j++) sums[j] = VLOAD(values[0] + i + j * WIDE);
+        for (int64_t t = 1; t < num_values; t++)
+            for (int j = 0; j < LANES / WIDE; j++) sums[j] += VLOAD(values[t] + i + j * WIDE);
         for (int j = 0; j < LANES / WIDE; j++) {
             int64_t at = i + j * WIDE;
-            V value = VLOAD(values[0] + at);
-            for (int64_t t = 1; t < num_values; t++) value += VLOAD(values[t] + at);
-            memcpy(row + at, &value, sizeof value);
-            if (store) VSTORE(total + at, value);
-            wide[j] += value * value;
+            memcpy(row + at, &sums[j], sizeof(V));
+            if (store) VSTORE(total + at, sums[j]);
+            wide[j] += sums[j] * sums[j];
         }
+    }
     memcpy(lanes, wide, sizeof lanes);
     for (int j = 0; i + j < width; j++) {
         int64_t at = i + j;

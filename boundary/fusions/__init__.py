@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..construction import StagePlan
 
 Fused = tuple[Any, Tensor]
-"""The normalized input, and the updated residual."""
+"""The input, normalized or in the read's format, and the updated residual."""
 
 
 def _never(rows: int) -> bool:
@@ -42,8 +42,9 @@ class FusedInput:
         scatter: `scatter(term, sum, counts, residual, norm)`, where one reduce-scatter completes the sum: rank
             `i` of the group keeps `counts[i]` rows of it, and the residual has this rank's, of which there may
             be none. None to decline; None in its place offers nothing.
-        formats: What it makes is in the read's input format, which `run` and `scatter` get as their last argument,
-            `form`, and None for the residual's dtype. Without it the format is made of the normalized rows.
+        formats: `run` and `scatter` take another argument, `form`: the read's input format
+            (`boundary.residual.add_norm.Format`), in which they make the input; None for the residual's dtype. Without
+            this the format is made of the normalized rows.
     """
 
     sum_group: SumGroup

@@ -19,7 +19,7 @@ from ..kernels import all_reduce_add_norm as kernel
 from ..kernels.add_norm.naive import accumulator
 from ..kernels.moe_finalize import moe_finalize
 from ..kernels.norms import formula_of
-from ..kernels.quantization import Quantization
+from ..kernels.quantization import of_kernels
 from ..kernels.reduce_scatter_add_norm import reduce_scatter_add_norm
 from ..layout import SumGroup
 from ..ops import differentiable, summed
@@ -61,8 +61,8 @@ def fused_sum(
     formula = formula_of(norm, accumulator(term.dtype))
     if formula is None and hasattr(norm, "of_sum"):
         return _of_unrounded_sum(term, over, residual, norm, key, form)
-    one_pass = form if isinstance(form, Quantization) else None
-    normed, total = kernel.all_reduce_add_norm(term, over.group, residual, formula, key, one_pass)
+    known = of_kernels(form, formula)
+    normed, total = kernel.all_reduce_add_norm(term, over.group, residual, formula, key, known)
     return _read(normed, total, norm, form), total
 
 
@@ -82,8 +82,8 @@ def fused_scatter(
     if not term.shape[0] or not _one_dtype(term, residual, norm) or takes_unrounded:
         return None
     key = f"sum over {over.name.value}, scattered"
-    one_pass = form if isinstance(form, Quantization) else None
-    normed, total = reduce_scatter_add_norm(term, counts, over.group, residual, formula, key, one_pass)
+    known = of_kernels(form, formula)
+    normed, total = reduce_scatter_add_norm(term, counts, over.group, residual, formula, key, known)
     return _read(normed, total, norm, form), total
 
 

@@ -43,22 +43,31 @@ class OnePassFusion:
         finalizes: MoEs may leave their finalize, as :class:`boundary.fusions.all_reduce.SumHandoff`.
         terminal_finalize: Also in the last layer, whose final norm is then given this object as `handoff_norm`.
         eps: The epsilon of that norm.
+        formats: The input is made in the read's format in the same pass.
     """
 
     serves: Callable[[Group], bool]
     finalizes: bool = True
     terminal_finalize: bool = False
     eps: float = 1e-6
+    formats: bool = True
 
     def attention_input(self, plan: StagePlan) -> Sequence[FusedAttentionInput]:
         return [
-            FusedAttentionInput(SumGroup.MOE_OUTPUT, self._finalize, True, _any, formats=True),
-            FusedAttentionInput(SumGroup.MOE_OUTPUT, self._sum, False, _any, self._scatter, formats=True),
-            FusedAttentionInput(SumGroup.TP, self._sum, False, _any, self._scatter, formats=True),
+            FusedAttentionInput(
+                SumGroup.MOE_OUTPUT, self._finalize, accepts_handoff=True, leaves_residual=_any, formats=self.formats
+            ),
+            FusedAttentionInput(SumGroup.MOE_OUTPUT, self._sum, **self._of_terms),
+            FusedAttentionInput(SumGroup.TP, self._sum, **self._of_terms),
         ]
 
     def ffn_input(self, plan: StagePlan) -> Sequence[FusedMlpInput]:
-        return [FusedMlpInput(SumGroup.ATTN_TP, self._sum, False, _any, self._scatter, formats=True)]
+        return [FusedMlpInput(SumGroup.ATTN_TP, self._sum, **self._of_terms)]
+
+    @property
+    def _of_terms(self) -> dict[str, Any]:
+        """What all candidates that take terms of sums have in common."""
+        return {"leaves_residual": _any, "scatter": self._scatter, "formats": self.formats}
 
     def can_defer_finalize(self, plan: StagePlan, forward_batch: ForwardBatch) -> bool:
         return self.finalizes and forward_batch.rows.tokens > 0
@@ -78,9 +87,12 @@ class OnePassFusion:
         normed, total = kernel.all_reduce_add_norm(
             handoff.combined(), handoff.over.group, residual, formula, "terminal finalize"
         )
+        assert normed is not None
         return normed, total
 
-    def _sum(self, term: Any, over: BoundSum | None, residual: Tensor, norm: Norm, form: Format | None) -> Fused | None:
+    def _sum(
+        self, term: Any, over: BoundSum | None, residual: Tensor, norm: Norm, form: Format | None = None
+    ) -> Fused | None:
         if over is None or not self.serves(over.group):
             return None
         return fused_sum(term, over, residual, norm, form)
@@ -92,12 +104,12 @@ class OnePassFusion:
         counts: Sequence[int],
         residual: Tensor,
         norm: Norm,
-        form: Format | None,
+        form: Format | None = None,
     ) -> Fused | None:
         return fused_scatter(term, over, counts, residual, norm, form) if self.serves(over.group) else None
 
     def _finalize(
-        self, value: Any, over: BoundSum | None, residual: Tensor, norm: Norm, form: Format | None
+        self, value: Any, over: BoundSum | None, residual: Tensor, norm: Norm, form: Format | None = None
     ) -> Fused | None:
         if not isinstance(value, SumHandoff) or not self.serves(value.over.group):
             return None

@@ -20,12 +20,13 @@ def install_triton_fusion(
     *, finalizes: bool = True, terminal_finalize: bool = False, eps: float = 1e-6
 ) -> OnePassFusion:
     """A provider that completes the sums of groups that have a workspace. Of sums that its kernels do not take (they do
-    not fit in it, or their rows are too long) the ranks exchange all terms, and torch does the rest.
+    not fit in it, or their rows are too long) the ranks exchange all terms, and torch does the rest. The kernels do not
+    quantize: the format of an input is made of its norm after that was rounded.
 
     Args:
         finalizes, terminal_finalize, eps: As :class:`boundary.fusions.one_pass.OnePassFusion` has them.
     """
-    return OnePassFusion(_has_workspace, finalizes, terminal_finalize, eps)
+    return OnePassFusion(_has_workspace, finalizes, terminal_finalize, eps, formats=False)
 
 
 def prepare_triton_fusion(parallel: Parallel, rows: int, hidden: int, dtype: torch.dtype) -> None:

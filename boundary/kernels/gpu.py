@@ -34,7 +34,7 @@ def runs(*tensors: Tensor | None) -> bool:
             continue
         if device is None:
             if tensor.is_cpu and not _interprets():
-                return False  # soon: it is asked before every kernel's path on CPUs
+                return False  # before all else that it asks: every path on CPUs begins here
             device = tensor.device
         elif tensor.device != device:
             return False

@@ -55,13 +55,6 @@ def rows_of(value: Tensor | None) -> tuple[Tensor | None, int]:
     return value.contiguous(), value.shape[-1]
 
 
-def contiguous_like(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A new contiguous tensor of the value's shape, and of its dtype or the one that is given."""
-    if dtype is None and value.is_contiguous():
-        return torch.empty_like(value)  # each word more takes a quarter longer
-    return torch.empty_like(value, dtype=dtype, memory_format=torch.contiguous_format)
-
-
 def address_of(value: Tensor | None) -> int | None:
     """Where an ordinary tensor lies, for the library; null for none."""
     return None if value is None else value.data_ptr()

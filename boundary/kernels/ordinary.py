@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 
 _CLASSES = (Tensor, nn.Parameter)
-_STRIDED = torch.strided
+_STRIDED = torch.strided  # found sooner than through the module
 
 
 def watched() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ class Quantization:
             is `(data, scale)`. `data * scale` is about the norm.
 
     Raises:
-        ValueError: The dtype is another, or the scale is not one float32.
+        ValueError: The dtype is another, or the scale is not one positive float32.
     """
 
     dtype: torch.dtype
@@ -35,10 +36,12 @@ class Quantization:
 
     def __post_init__(self) -> None:
         check(self.dtype, self.scale)
+        if self.scale is not None and not 0 < self.scale.item() < math.inf:
+            raise ValueError(f"a scale is positive and finite, and this one is {self.scale.item()}")
 
     def __call__(self, normalized: Tensor) -> tuple[Tensor, ...]:
         normed = wide(normalized).float().detach()
-        scale = scale_of(normed, self.dtype) if self.scale is None else self.scale
+        scale = scale_of(normed, self.dtype) if self.scale is None else self.scale.detach()
         return self.tuple_of(quantize(normed, scale, self.dtype), scale)
 
     def add_norm(
@@ -51,3 +54,8 @@ class Quantization:
     def tuple_of(self, data: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         """What compute gets: what has one row for each token."""
         return (data, scale) if self.scale is None else (data,)
+
+
+def of_kernels(form: object, formula: NormFormula | None) -> Quantization | None:
+    """`form`, where kernels make it in one pass with a norm of that formula. A subclass may mean something else."""
+    return form if formula is not None and type(form) is Quantization else None  # type: ignore[return-value]

@@ -21,6 +21,8 @@ Results = tuple[Tensor | tuple[Tensor, ...] | None, Tensor]
 
 
 class _SumAddNorm(torch.autograd.Function):
+    """The formula is that of a norm that has a gradient."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -35,14 +37,14 @@ class _SumAddNorm(torch.autograd.Function):
         normed, total = run()
         ctx.formula, ctx.back, ctx.dtypes = formula, back, (term.dtype, residual.dtype)
         ctx.save_for_backward(total, weight, bias)
-        return total if normed is None else (normed, total)
+        return normed, total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         total, *parameters = ctx.saved_tensors
         formula = None if ctx.formula is None else replace(ctx.formula, weight=parameters[0], bias=parameters[1])
         if formula is None:
-            given, weight, bias = gradients[0], None, None
+            given, weight, bias = gradients[1], None, None
         else:
             given, weight, bias = backward(total, formula, *gradients)
             if weight is not None and formula.weight is not None:
@@ -80,18 +82,9 @@ def summing(
     term's gradient of the sum's: all ranks compute the same loss, so each term gets the gradient of the rows that it is
     a term of.
     """
+    if form is not None:
+        formula = None
     weight, bias = (None, None) if formula is None else (formula.weight, formula.bias)
     if not records(term, residual, weight, bias):
         return run()
-    if form is not None:
-        quantized: list[Any] = []
-
-        def sum_alone() -> Results:
-            normed, total = run()
-            quantized.append(normed)
-            return None, total
-
-        _, total = summing(term, residual, None, None, sum_alone, back)
-        return *quantized, total  # type: ignore[return-value]
-    made = _SumAddNorm.apply(term, residual, weight, bias, formula, run, back)
-    return made if formula is not None else (None, made)  # type: ignore[return-value]
+    return _SumAddNorm.apply(term, residual, weight, bias, formula, run, back)  # type: ignore[return-value]

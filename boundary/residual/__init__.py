@@ -71,6 +71,9 @@ class StageRead(Protocol):
     Attributes:
         keeps_residual: The read leaves the residual as it is, and its input is the norm of it.
         before_gather: It must run on the source rows, before they are gathered.
+
+    One that keeps the residual may also have `quantize`, the format of its input (`add_norm.Format`): a fused candidate
+    makes its input in that.
     """
 
     @property

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..kernels import add_norm as kernel
 from ..kernels.add_norm.naive import accumulator, wide
 from ..kernels.norms import Kind, NormFormula, formula_of
-from ..kernels.quantization import Quantization
+from ..kernels.quantization import of_kernels
 from ..layout import Layout
 from . import LayerResidual, Norm, StageUpdate
 
@@ -91,8 +91,8 @@ and that move together. A :class:`boundary.kernels.quantization.Quantization` is
 def normalize_sum(norm: Norm, total: Tensor, rounded: Tensor, form: Format | None = None) -> Any:
     """The norm of a sum: of `total` where the norm's formula is known, else of what it was rounded to."""
     formula = formula_of(norm, total.dtype)
-    if formula is not None and isinstance(form, Quantization):
-        return form.add_norm(total, None, formula)[0]
+    if formula is not None and (known := of_kernels(form, formula)) is not None:
+        return known.add_norm(total, None, formula)[0]
     of_sum = getattr(norm, "of_sum", None)
     if not rounded.shape[0]:
         normalized = rounded.new_empty(rounded.shape)
@@ -115,8 +115,8 @@ def add_norm(
     """
     if post_residual_addition is None:
         formula = formula_of(norm, accumulator(residual.dtype))
-        if formula is not None and isinstance(form, Quantization):
-            return form.add_norm(contribution, residual, formula)
+        if formula is not None and (known := of_kernels(form, formula)) is not None:
+            return known.add_norm(contribution, residual, formula)
         if formula is not None:
             normalized, total = kernel.add_norm(contribution, residual, formula)
             return normalized if form is None else form(normalized), total
@@ -158,9 +158,9 @@ class AddNormRead:
 
     def read(self, residual: LayerResidual, norm: Norm) -> tuple[Any, LayerResidual]:
         value, form = residual.tensor, self.quantize
-        formula = formula_of(norm, accumulator(value.dtype)) if isinstance(form, Quantization) else None
-        if formula is not None and isinstance(form, Quantization):
-            return form.add_norm(value, None, formula)[0], residual
+        formula = None if form is None else formula_of(norm, accumulator(value.dtype))
+        if formula is not None and (known := of_kernels(form, formula)) is not None:
+            return known.add_norm(value, None, formula)[0], residual
         normalized = norm(value) if value.shape[0] else value.new_empty(value.shape)
         return normalized if form is None else form(normalized), residual
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import stacks.worlds
 import torch
 from stacks import reference
 from stacks.decoders import Decoder
@@ -14,18 +13,13 @@ from boundary import HandoffOutput, PaddingMode, Topology, declare_attn, declare
 from boundary.collectives import record
 from boundary.fusions import FusedAttentionInput, FusedMlpInput
 from boundary.fusions.all_reduce import ReferenceProvider, all_reduce_add_norm, fused_scatter
-from boundary.fusions.shared_memory import install_shared_memory_fusion
-from boundary.kernels.norms import Kind, NormFormula
-from boundary.kernels.quantization import Quantization
 from boundary.layout import ATTN_DP, ATTN_TP_SCATTER, FULL, Layout, SumGroup
 from boundary.output import Contribution, OutputTransform, Owed
-from boundary.parallel import ThreadWorld
 from boundary.residual import LayerResidual
 from boundary.residual import batch as residual_batch
 from boundary.residual.add_norm import AddNormRead, AddUpdate, GemmaRMSNorm, RMSNorm, add_norm
 
 from .checks import enter, layer, norm, on_ranks, ops, rows_of, run_ffn, term_of
-from .kernels.worlds import SharedThreadWorld
 from .test_decoders import CONFIG, DENSE, MOE, embedded, expected, sparse_of
 
 
@@ -476,86 +470,6 @@ def test_a_norm_that_no_kernel_knows_does_not_run_on_a_rank_that_keeps_no_rows()
         return calls
 
     assert on_ranks(rank_main, attention_tp=2)[0] == [[], [3]]
-
-
-def quantize(rows):
-    """Eight bits per value, one scale per row."""
-    scale = rows.abs().amax(-1, keepdim=True).clamp(min=2.0**-20) / 127
-    return torch.round(rows / scale).to(torch.int8), scale
-
-
-FORMS = [
-    Quantization(torch.int8),
-    Quantization(torch.float8_e4m3fn),
-    Quantization(torch.float8_e4m3fn, torch.tensor(0.05)),
-]
-
-
-@pytest.mark.parametrize("topology", [{"attention_dp": 2}, {"attention_dp": 2, "attention_tp": 2}])
-@pytest.mark.parametrize("form", [quantize, *FORMS])
-def test_a_quantized_input_moves_as_data_and_scale(topology, form):
-    """All members of the tuple arrive on compute's rows; before the gather where the read asks for it."""
-
-    def rank_main(parallel, batch, make):
-        before = AddNormRead(quantize=form, before_gather=True)
-        after = AddNormRead(quantize=form)
-        inputs = []
-        for read in (before, after):
-            attn, ffn = layer(make, ffn=declare_ffn(read=read))
-            dp = parallel.at.dp
-            enter(attn, batch, rows_of(f"x{dp}", 4))
-            handle = attn.finish(term_of(rows_of(f"a{dp}", 4), parallel.attention_tp), batch)
-            inputs.append(ffn.prepare(handle, batch))
-        total = torch.cat([rows_of(f"x{at}", 4) + rows_of(f"a{at}", 4) for at in range(2)])
-        want = form(norm("ffn")(total))
-        return all(torch.equal(a.float(), b.float()) for made in inputs for a, b in zip(made, want, strict=True))
-
-    assert all(on_ranks(rank_main, tokens=(4, 4), **topology)[0])
-
-
-#: dtype, topology and provider. Where a residual joins a sum, and where a provider that knows no formats gives a norm,
-#: float32 alone, which nothing is rounded in here.
-QUANTIZED = [
-    (dtype, topology, fusions)
-    for fusions in (None, ReferenceProvider(), install_shared_memory_fusion())
-    for topology in ({}, {"attention_tp": 2}, {"attention_dp": 2}, {"attention_dp": 2, "attention_tp": 2})
-    for dtype in (torch.float32, torch.bfloat16)
-    if dtype == torch.float32 or not (len(topology) > 1 or isinstance(fusions, ReferenceProvider))
-]
-
-
-@pytest.mark.parametrize("dtype, topology, fusions", QUANTIZED)
-@pytest.mark.parametrize("reduction", ["ar", "rs"])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_quantized_input_has_the_bits_of_one_process(monkeypatch, dtype, form, reduction, topology, fusions):
-    """Of the unrounded sum, whoever completes it, wherever it goes from there, whether ranks share memory or not."""
-    groups = topology.get("attention_dp", 1)
-    gain = torch.linspace(0.5, 2.0, 8).to(dtype)
-    residuals = [512 * rows_of(f"x{dp}", 4) for dp in range(groups)]  # next to these bfloat16 has no quarters
-    contributions = [3 * rows_of(f"a{dp}", 4) for dp in range(groups)]
-    value, residual = (torch.cat(rows).to(dtype) for rows in (contributions, residuals))
-    wanted, total = form.add_norm(value, residual, NormFormula(Kind.RMS, gain, 1e-6))
-    assert dtype == torch.float32 or (total.double() != torch.cat(contributions) + torch.cat(residuals)).any()
-
-    def rank_main(parallel, batch, make):
-        layernorm = RMSNorm(8)
-        layernorm.weight = nn.Parameter(gain, requires_grad=False)
-        attn, ffn = make(
-            (declare_attn(), norm("attn"), {"fusions": fusions}),
-            (declare_ffn(read=AddNormRead(quantize=form)), layernorm, {"fusions": fusions}),
-        )
-        dp = parallel.at.dp
-        enter(attn, batch, residuals[dp].to(dtype))
-        read = ffn.prepare(attn.finish(term_of(contributions[dp], parallel.attention_tp).to(dtype), batch), batch)
-        stream = batch.residual_stream.residual
-        own = total if stream.tensor.shape[0] > 4 else total[4 * dp : 4 * dp + 4]
-        assert stream.tensor.shape[0] < 4 or torch.equal(stream.tensor, own)
-        for found, right in zip(read, wanted, strict=True):
-            assert found.dtype == right.dtype and torch.equal(found.view(torch.uint8), right.view(torch.uint8))
-
-    for world in (ThreadWorld, SharedThreadWorld):
-        monkeypatch.setattr(stacks.worlds, "ThreadWorld", world)
-        on_ranks(rank_main, tokens=(4,) * groups, runtime={"boundary_reduction": reduction}, **topology)
 
 
 def test_every_rank_sees_one_sequence_when_fusions_run():

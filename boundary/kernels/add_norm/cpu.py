@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from ...collectives import fresh
 from ...compiled import NormSpec, QuantizedSpec, library
-from ..host import address_of, code_of, contiguous_like, host_norm, rows_of
+from ..host import address_of, code_of, host_norm, rows_of
 from ..norms import NormFormula
 from .backward import recorded
 
@@ -14,8 +14,7 @@ from .backward import recorded
 def add_norm(value: Tensor, residual: Tensor, formula: NormFormula) -> tuple[Tensor, Tensor] | None:
     """See the dispatcher; None for what the library does not take."""
     code = code_of(value, residual)
-    spec = None if code is None or value.shape != residual.shape else _norm_of(value, formula)
-    if code is None or spec is None:
+    if code is None or value.shape != residual.shape or (spec := norm_of(value, formula)) is None:
         return None
     return recorded(value, residual, formula, lambda: _run(value, residual, spec, code))  # type: ignore[return-value]
 
@@ -23,21 +22,20 @@ def add_norm(value: Tensor, residual: Tensor, formula: NormFormula) -> tuple[Ten
 def norm(value: Tensor, formula: NormFormula) -> Tensor | None:
     """See the dispatcher; None for what the library does not take."""
     code = code_of(value)
-    spec = None if code is None else _norm_of(value, formula)
-    if code is None or spec is None:
+    if code is None or (spec := norm_of(value, formula)) is None:
         return None
     return recorded(value, None, formula, lambda: _run(value, None, spec, code))[0]
 
 
-def _norm_of(value: Tensor, formula: NormFormula) -> NormSpec | None:
+def norm_of(value: Tensor, formula: NormFormula) -> NormSpec | None:
     """`formula` for the rows of `value`; None where that has none, and where the norm is not for the library."""
     shape = value.shape
     return host_norm(formula, shape[-1]) if shape and shape[-1] else None
 
 
 def _run(value: Tensor, residual: Tensor | None, spec: NormSpec, code: int) -> tuple[Tensor, Tensor | None]:
-    normed = contiguous_like(value)
-    total = None if residual is None else torch.empty_like(normed)
+    normed = fresh(value)
+    total = None if residual is None else fresh(normed)
     normalize(value, residual, spec, code, total, normed)
     return normed, total
 

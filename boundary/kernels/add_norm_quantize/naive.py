@@ -22,7 +22,7 @@ def check(dtype: torch.dtype, scale: Tensor | None) -> None:
     """
     if dtype not in LIMITS:
         raise ValueError(f"nothing is quantized to {dtype}, only to {' and '.join(map(str, LIMITS))}")
-    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
+    if scale is not None and (scale.numel() != 1 or scale.dim() > 1 or scale.dtype != torch.float32):
         raise ValueError(
             f"a scale for all rows is one float32, and this one is {scale.dtype} of shape {tuple(scale.shape)}; "
             "for a scale of each row give none"

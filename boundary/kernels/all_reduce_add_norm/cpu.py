@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...collectives import Group, SharedGroup
-from ..add_norm_quantize.cpu import room, takes
+from ..add_norm_quantize.cpu import quantized_rows, takes_scale
 from ..host import code_of, host_norm
 from ..norms import NormFormula
 from ..quantization import Quantization
@@ -42,8 +42,8 @@ def sum_add_norm(
         return None
     if form is None or norm is None:
         return group.sum_add_norm(term, residual, norm, counts, key)
-    if not takes(form.scale):
+    if not takes_scale(form.scale):
         return None
-    data, scale, quantized = room(residual, form.dtype, form.scale)
+    data, scale, quantized = quantized_rows(residual, form.dtype, form.scale)
     made = group.sum_add_norm(term, residual, norm, counts, key, quantized)
     return None if made is None else (form.tuple_of(data, scale), made[1])

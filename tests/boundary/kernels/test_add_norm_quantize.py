@@ -295,3 +295,28 @@ def test_what_cannot_be_meant_is_refused():
     for scale in (torch.ones(2), torch.tensor(1)):
         with pytest.raises(ValueError, match="is one float32"):
             add_norm_quantize(value, value, norm_of, torch.int8, scale)
+
+
+@pytest.mark.parametrize("static", [None, torch.tensor(0.02)])
+def test_nothing_depends_on_torchs_default_device_or_dtype(static: Tensor | None):
+    value = draw(3, 40, dtype=torch.float32, seed=1)
+    arguments = value, value, formula("rms", 40, torch.float32), torch.int8, static
+    wanted = add_norm_quantize(*arguments)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            found = add_norm_quantize(*arguments)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(a.device == b.device and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_the_library_leaves_a_scale_alone_that_it_may_not_read():
+    value, norm_of = draw(3, 40, dtype=torch.float32, seed=1), formula("rms", 40, torch.float32)
+    learned = torch.tensor(0.02, requires_grad=True)
+    assert cpu.add_norm_quantize(value, value, norm_of, torch.int8, learned) is None
+    assert cpu.add_norm_quantize(value, value, norm_of, torch.int8, torch.empty((), device="meta")) is None
+    found = add_norm_quantize(value, value, norm_of, torch.int8, learned)
+    wanted = add_norm_quantize(value, value, norm_of, torch.int8, learned.detach())
+    assert not found[0].requires_grad and (found[0] != wanted[0]).float().mean() < 0.02

@@ -150,6 +150,7 @@ def test_a_quantized_sum_has_the_bits_of_the_unrounded_sum_quantized(
         own = slice(start, start + counts[group.rank])
         if rows and isinstance(group, SharedGroup):
             assert cpu.sum_add_norm(term, group, residual, norm_of, None, "taken", form) is not None, "declined"
+            assert cpu.sum_add_norm(term, group, residual[own], norm_of, counts, "too", form) is not None, "declined"
         for grad in (False, True):
             term = term.clone().requires_grad_(grad)
             made = all_reduce_add_norm(term, group, residual, norm_of, "whole", form)
@@ -166,15 +167,31 @@ def test_a_quantized_sum_has_the_bits_of_the_unrounded_sum_quantized(
     run_world(ranks.size, rank_main)
 
 
+def test_a_quantized_sum_can_be_written_to_in_any_mode():
+    def rank_main(group: SharedGroup) -> None:
+        with torch.inference_mode():
+            term = draw(4, 6, dtype=torch.float32, seed=group.rank)
+            read, _ = all_reduce_add_norm(term, group, term.clone(), formula("rms", 6, torch.float32), "k", FORMS[0])
+        assert isinstance(read, tuple) and not any(one.is_inference() for one in read)
+
+    SharedThreads(2).run(rank_main)
+
+
 def test_the_gradient_of_a_quantized_sum_is_that_of_the_sum():
     def rank_main(group: SharedGroup) -> None:
         term = draw(4, 6, dtype=torch.float32, seed=group.rank).requires_grad_()
         residual = draw(2, 6, dtype=torch.float32, seed=8).requires_grad_()
         norm_of, weights = formula("rms", 6, torch.float32), draw(2, 6, dtype=torch.float32, seed=9)
+        assert norm_of.weight is not None
+        norm_of.weight.requires_grad_()
         _, total = reduce_scatter_add_norm(term, [2, 2], group, residual, norm_of, "k", FORMS[0])
         (total * weights).sum().backward()
         assert term.grad is not None and torch.equal(term.grad, torch.cat([weights, weights]))
         assert residual.grad is not None and torch.equal(residual.grad, weights)
+        assert norm_of.weight.grad is None
+        plain, own = term.detach(), residual.detach()
+        _, total = reduce_scatter_add_norm(plain, [2, 2], group, own, norm_of, "weight", FORMS[0])
+        assert not total.requires_grad, "the weight is that of a norm without a gradient"
 
     SharedThreads(2).run(rank_main)
 
