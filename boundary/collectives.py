@@ -278,7 +278,11 @@ class Group(ABC):
             runs: Where the whole's columns along `dim` come from, from the first to the last.
             widths: How wide each rank's piece is along `dim`.
             key: What this exchange is; equal on all ranks.
+
+        Raises:
+            ValueError: The piece, the runs and the whole do not fit together.
         """
+        _check_along(dim, piece.shape, whole_shape, runs, widths, self.rank)
         shapes = None
         if len(set(widths)) > 1:
             shape = list(piece.shape)
@@ -530,6 +534,7 @@ class SharedGroup(HostGroup):
         """See :meth:`Group.all_gather_along`. Pieces go to their places in the whole as they are received."""
         if self.size == 1 or not piece.is_cpu or type(piece) not in _WITH_MEMORY or 0 in whole_shape:
             return super().all_gather_along(dim, piece, whole_shape, runs, widths, key)
+        _check_along(dim, piece.shape, whole_shape, runs, widths, self.rank)
         piece = _on_the_wire(piece.detach())
         whole = fresh(piece, whole_shape)
         along = dim % len(whole_shape)
@@ -686,6 +691,25 @@ def _located(value: Tensor, key: str) -> tuple[str, int, int]:
     if not place:
         raise ValueError(f"exchange {what}: a {type(value).__name__} without memory of its own cannot be sent")
     return what, place, value.nbytes
+
+
+@lru_cache(maxsize=4096)
+def _check_along(
+    dim: int, piece_shape: Shape, whole_shape: Shape, runs: tuple[Run, ...], widths: tuple[int, ...], rank: int
+) -> None:
+    """See :meth:`Group.all_gather_along`."""
+    own = list(whole_shape)
+    own[dim] = widths[rank]
+    ends = [0, *(run.whole + run.width for run in runs)]
+    if (
+        list(piece_shape) != own
+        or ends != [*(run.whole for run in runs), whole_shape[dim]]
+        or any(min(run) < 0 or run.piece + run.width > widths[run.rank] for run in runs)
+    ):
+        raise ValueError(
+            f"a piece of shape {tuple(piece_shape)} on rank {rank}, of pieces {widths} wide along dim {dim}, and the "
+            f"runs {[tuple(run) for run in runs]} do not make up a whole of shape {tuple(whole_shape)}"
+        )
 
 
 @lru_cache(maxsize=4096)

@@ -57,12 +57,12 @@ class Run(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _placement(runs: tuple[Run, ...], widths: tuple[int, ...], column: int) -> tuple[Any, int, Any, int]:
-    """The bytes of each rank's rows, and the library's `run_t` of all runs, with their addresses."""
+def _placement(runs: tuple[Run, ...], widths: tuple[int, ...], column: int) -> tuple[int, int, tuple[Any, Any]]:
+    """The addresses of the bytes of each rank's rows, and of the library's `run_t` of all runs; and what lies there."""
     row_bytes = (ctypes.c_int64 * len(widths))(*(width * column for width in widths))
     numbers = [number for rank, *columns in runs for number in (rank, *(column * one for one in columns))]
     placed = (ctypes.c_int64 * len(numbers))(*numbers)
-    return row_bytes, ctypes.addressof(row_bytes), placed, ctypes.addressof(placed)
+    return ctypes.addressof(row_bytes), ctypes.addressof(placed), (row_bytes, placed)
 
 
 class _Name(NamedTuple):
@@ -216,7 +216,7 @@ class SharedMemory:
             PeerFailed: As in `exchange`.
         """
         name = _named(what)
-        _, row_bytes, _, placed = _placement(runs, widths, column)
+        row_bytes, placed, kept = _placement(runs, widths, column)
         _GATHER.pack_into(
             self._request,
             0,
@@ -231,6 +231,7 @@ class SharedMemory:
             len(runs),
         )
         self._run(self._lib.gather, (self._channel, self._request_address), limit)
+        del kept  # by now the library is done with it
 
     def reduce(
         self,

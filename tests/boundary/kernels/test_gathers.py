@@ -100,3 +100,26 @@ def test_ranks_that_gather_different_wholes_raise_on_all_sides(what: str):
 
     texts = SharedThreads(2).run(rank_main)
     assert all(texts) and any("gathered along" in text or "summed" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("world", [SharedThreads(2).run, lambda rank_main: run_world(2, rank_main)])
+@pytest.mark.parametrize(
+    ("shape", "whole", "runs", "widths"),
+    [
+        ((4, 1), (4, 4), [(0, 0, 0, 2), (1, 0, 2, 2)], (2, 2)),  # a piece that is too narrow
+        ((3, 2), (4, 4), [(0, 0, 0, 2), (1, 0, 2, 2)], (2, 2)),  # of too few rows
+        ((4, 2, 1), (4, 4), [(0, 0, 0, 2), (1, 0, 2, 2)], (2, 2)),  # of another dim
+        ((4, 2), (4, 4), [(0, 0, 0, 2), (1, 0, 3, 1)], (2, 2)),  # a hole
+        ((4, 2), (4, 4), [(0, 0, 0, 2)], (2, 2)),  # an end that nobody has
+        ((4, 2), (4, 4), [(0, 0, 0, 2), (1, 1, 2, 2)], (2, 2)),  # beyond a piece
+        ((4, 2), (4, 4), [(0, 0, 0, 2), (1, -1, 2, 2)], (2, 2)),  # before it
+        ((4, 2), (4, 4), [(0, 0, 0, 3), (1, 0, 3, 1)], (2, 2)),  # wider than it
+    ],
+)
+def test_what_does_not_make_up_a_whole_is_refused_before_anything_is_sent(world, shape, whole, runs, widths):
+    def rank_main(group: Group) -> None:
+        with record() as events, pytest.raises(ValueError, match="do not make up a whole"):
+            group.all_gather_along(1, torch.ones(shape), whole, tuple(Run(*run) for run in runs), widths, "k")
+        assert not events
+
+    world(rank_main)
