@@ -38,6 +38,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from typing import Any
 from zlib import crc32
@@ -489,6 +490,9 @@ def _description(dtype: torch.dtype, shape: Shape) -> str:
     return f"{tuple(shape)} of {str(dtype).removeprefix('torch.')}"
 
 
+#: Bytes of a term from which on ranks share out the rows of a sum onto a residual, and then gather the results.
+TWO_SHOTS = 1 << 20
+
 #: Classes of tensors whose elements lie where they say; what a subclass is, only it knows.
 _WITH_MEMORY = (Tensor, torch.nn.Parameter)
 
@@ -543,22 +547,26 @@ class SharedGroup(HostGroup):
         if _recordings:
             peers = self.size - 1
             self.note("all_gather", (peers * widths[self.rank] + sum(widths) - widths[self.rank]) * rows * column, key)
+        name = _gathered_name(key, piece.dtype, whole_shape, along, widths)
+        self._gather(name, piece, whole, (rows, column, whole_shape[along]), runs, widths, key)
+        return whole
+
+    def _gather(
+        self,
+        name: str,
+        piece: Tensor,
+        whole: Tensor,
+        sizes: tuple[int, int, int],
+        runs: tuple[Run, ...],
+        widths: tuple[int, ...],
+        key: str,
+    ) -> None:
+        """Fill `whole`, in which `piece` may lie in its place. Sizes: rows, a column's bytes, columns of the whole."""
         start = time.monotonic()
         try:
-            self.transport.gather(
-                _gathered_name(key, piece.dtype, whole_shape, along, widths),
-                piece.data_ptr(),
-                whole.data_ptr(),
-                rows,
-                column,
-                whole_shape[along],
-                runs,
-                widths,
-                self.limit,
-            )
+            self.transport.gather(name, piece.data_ptr(), whole.data_ptr(), *sizes, runs, widths, self.limit)
         except PeerFailed as failure:
             raise self._translated(failure, start, key) from failure.__cause__
-        return whole
 
     def all_reduce(self, term: Tensor, key: str = "") -> Tensor:
         code = self._code(term)
@@ -621,11 +629,41 @@ class SharedGroup(HostGroup):
         term = _on_the_wire(term)
         total = fresh(residual)
         normed = None if norm is None or quantized is not None else fresh(total)
+        if counts is None and quantized is None and term.nbytes >= TWO_SHOTS:
+            self._in_two_shots(term, code, residual, total, normed, norm, key)
+            return normed, total
         self._reduce(
             "all_reduce" if counts is None else "reduce_scatter",
             term, code, total, counts, key, shape[1], residual, normed, norm, quantized,
         )  # fmt: skip
         return normed, total
+
+    def _in_two_shots(
+        self,
+        term: Tensor,
+        code: int,
+        residual: Tensor,
+        total: Tensor,
+        normed: Tensor | None,
+        norm: NormSpec | None,
+        key: str,
+    ) -> None:
+        """Sum, add and normalize this rank's share of the rows, and gather the others' results: the same bits."""
+        rows = term.shape[0]
+        counts = tuple(rows // self.size + (rank < rows % self.size) for rank in range(self.size))
+        starts = [0, *accumulate(counts)]
+        own = slice(starts[self.rank], starts[self.rank + 1])
+        self._reduce(
+            "all_reduce",
+            term, code, total[own], counts, key, term.shape[1], residual[own], None if normed is None else normed[own],
+            norm,
+        )  # fmt: skip
+        runs = tuple(Run(rank, 0, starts[rank], count) for rank, count in enumerate(counts))
+        sizes = (1, term.shape[1] * term.element_size(), rows)
+        for what, whole in (("sums", total), ("norms", normed)):
+            if whole is not None:
+                name = _gathered_name(f"{what} of {key}", whole.dtype, whole.shape, 0, counts)
+                self._gather(name, whole[own], whole, sizes, runs, counts, key)
 
     def _reduce(
         self,
@@ -641,7 +679,8 @@ class SharedGroup(HostGroup):
         norm: NormSpec | None = None,
         quantized: QuantizedSpec | None = None,
     ) -> None:
-        """Run and count a sum: of all rows, or with `counts` of each rank's own."""
+        """Run and count a sum: of all rows, or with `counts` of each rank's own, which for an `all_reduce` are then
+        gathered."""
         parts = None
         if counts is not None:
             row = term.numel() // term.shape[0]
@@ -650,6 +689,9 @@ class SharedGroup(HostGroup):
             own, peers = total.numel(), self.size - 1
             received = peers * own
             sent = peers * term.numel() if counts is None else term.numel() - own
+            if counts is not None and op == "all_reduce":
+                results = 1 if normed is None else 2
+                sent, received = sent + results * peers * own, received + results * (term.numel() - own)
             self.note(op, (sent + received) * term.element_size(), key)
         name = _summed_name(key, term.dtype, term.shape, None if counts is None else tuple(counts), width > 0)
         start = time.monotonic()

@@ -395,7 +395,8 @@ static void place(const gather_t *gather, int rank, const char *from, int64_t st
             char *to = gather->whole + row * gather->stride + run->to;
             if (first < start) to += start - first, first = start;
             if (last > end) last = end;
-            if (first < last) memcpy(to, from + (first - start), (size_t)(last - first));
+            /* This rank's own piece may lie in its place already. */
+            if (first < last && to != from + (first - start)) memcpy(to, from + (first - start), (size_t)(last - first));
         }
 }
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from boundary.collectives import SharedGroup, sum_in_rank_order
+from boundary.collectives import TWO_SHOTS, SharedGroup, sum_in_rank_order
 from boundary.kernels.add_norm import add_norm
 from boundary.kernels.add_norm import naive as add_norm_naive
 from boundary.kernels.add_norm_quantize import add_norm_quantize
@@ -43,6 +43,7 @@ from tests.pool import Pool, World
 
 DECODE = [(1, 576), (8, 576), (64, 576)]
 PREFILL = (256, 2048)
+FUSED = "sum, residual and norm"
 SHAPES = [DECODE[0], DECODE[2], PREFILL]
 #: Bytes of an all-reduce, and how many times faster than gloo it is to be.
 SIZES = [(4 << 10, 20.0), (64 << 10, 20.0), (1 << 20, 5.0)]
@@ -274,7 +275,7 @@ def scattered(world: World, shape: tuple[int, int], rounds: int) -> dict[str, tu
             "all": lambda: group.all_reduce(term, "sum"),
             "own": lambda: group.reduce_scatter(term, counts, "sum"),
         },
-        "sum, residual and norm": {
+        FUSED: {
             "all": lambda: all_reduce_add_norm(term, group, residual, formula, "fused"),
             "own": lambda: reduce_scatter_add_norm(term, counts, group, kept, formula, "fused"),
         },
@@ -284,8 +285,8 @@ def scattered(world: World, shape: tuple[int, int], rounds: int) -> dict[str, tu
         assert torch.equal(sides["the sum"]["own"](), sum_in_rank_order(terms)), "the sum is not the definition's"
         assert torch.equal(sides["the sum"]["all"]()[first : first + len(kept)], sum_in_rank_order(terms))
         wanted = reduce_scatter_naive.finish(terms, kept, formula)
-        check_equal("reduce_scatter_add_norm", sides["sum, residual and norm"]["own"](), wanted)
-        of_all = sides["sum, residual and norm"]["all"]()
+        check_equal("reduce_scatter_add_norm", sides[FUSED]["own"](), wanted)
+        of_all = sides[FUSED]["all"]()
         check_equal("all_reduce_add_norm", tuple(one[first : first + len(kept)] for one in of_all), wanted)
         found = {}
         for what, pair in sides.items():
@@ -317,14 +318,17 @@ def bytes_moved(shape: tuple[int, int], size: int) -> dict[str, tuple[int, int]]
     """What rank 0 reads and writes of float32 terms, residuals and results: where it keeps all rows, and its own.
 
     What it sends is copied, and what it keeps is read of every rank's term. It sends all rows to whoever keeps all, and
-    all but its own to those that keep theirs.
+    all but its own to those that keep theirs. In two shots it keeps its own, and then copies two results of all rows,
+    its own ones to be read, and the others' as it reads them.
     """
     rows, row = shape[0], shape[1] * 4
     own = -(-rows // size)
-    return {
-        what: ((2 * rows + (size + others) * rows) * row, (2 * (rows - own) + (size + others) * own) * row)
-        for what, others in (("the sum", 1), ("sum, residual and norm", 3))
-    }
+    found = {}
+    for what, others in (("the sum", 1), (FUSED, 3)):
+        kept = 2 * (rows - own) + (size + others) * own
+        two_shots = what == FUSED and rows * row >= TWO_SHOTS
+        found[what] = (kept + 4 * rows if two_shots else (2 + size + others) * rows) * row, kept * row
+    return found
 
 
 def main() -> None:
@@ -355,11 +359,9 @@ def main() -> None:
                 found, ours, theirs = min(pool.run(fused, shape, rounds, timeout=300))
                 target = 4.0 if shape == PREFILL else 50.0
                 table.row(f"  {list(shape)} float32", found, target, f"{ours:.0f} us; gloo {theirs:.0f} us")
-                rows, hidden = shape
-                unit = rows * hidden * 4
-                counted, least = (size + 5) * unit, (size + 3) * unit
+                counted, least = bytes_moved(shape, size)[FUSED][0], (size + 3) * shape[0] * shape[1] * 4
                 print(
-                    f"    bytes moved by a rank, by construction: {counted}; each term and the residual read once, "
+                    f"    bytes moved by rank 0, by construction: {counted}; each term and the residual read once, "
                     f"each result written once: {least}"
                 )
             for shape in (*DECODE, PREFILL):

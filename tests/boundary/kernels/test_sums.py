@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from boundary import collectives
 from boundary.collectives import Group, SharedGroup, ThreadGroup, record, sum_in_rank_order
 from boundary.kernels.add_norm import add_norm
 from boundary.kernels.all_reduce_add_norm import all_reduce_add_norm, cpu
@@ -67,7 +69,7 @@ def test_sums_have_the_definitions_bits(ranks: SharedThreads, dtype: torch.dtype
 @settings(deadline=None, max_examples=8)
 @given(rows=st.integers(0, 40), hidden=st.sampled_from(HIDDEN), data=st.data())
 def test_a_fused_sum_is_the_definition(ranks: SharedThreads, dtype: torch.dtype, kind, rows: int, hidden: int, data):
-    """Also where the slots are full of NaN from before, and the residual's rows are apart."""
+    """Also where the slots are full of NaN from before, the residual's rows are apart, and ranks share the rows out."""
     terms = [draw(rows, hidden, dtype=dtype, seed=rank) for rank in range(ranks.size)]
     residual = draw(rows, hidden, dtype=dtype, seed=9)
     norm_of = None if kind is None else formula(kind, hidden, dtype)
@@ -96,7 +98,8 @@ def test_a_fused_sum_is_the_definition(ranks: SharedThreads, dtype: torch.dtype,
             assert torch.equal(part[0], made[0][start : start + counts[group.rank]])
         return made
 
-    results = ranks.run(rank_main)
+    with mock.patch.object(collectives, "TWO_SHOTS", data.draw(st.sampled_from([1, 1 << 20]))):
+        results = ranks.run(rank_main)
     for normed, total in results[1:]:
         assert torch.equal(total, results[0][1])
         assert normed is None or (results[0][0] is not None and torch.equal(normed, results[0][0]))
@@ -297,6 +300,31 @@ def test_events_are_those_of_every_other_group(ranks: SharedThreads):
         return [(event.op, event.nbytes, event.key) for event in events if event.rank == group.rank]
 
     assert ranks.run(rank_main) == run_world(ranks.size, rank_main)
+
+
+@pytest.mark.parametrize("kind", ["rms", None])
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_a_sum_in_two_shots_is_one_all_reduce_of_fewer_bytes(monkeypatch, kind: str | None, rows: int):
+    def rank_main(group: SharedGroup) -> tuple[int, list[Tensor | None]]:
+        term, residual = draw(rows, 40, dtype=torch.float32, seed=group.rank), torch.ones(rows, 40)
+        norm_of = None if kind is None else formula(kind, 40, torch.float32)
+        with record() as events:
+            made = all_reduce_add_norm(term, group, residual, norm_of, "k")
+        (event,) = [event for event in events if event.rank == group.rank]
+        assert event.op == "all_reduce" and event.key == "k"
+        return event.nbytes, list(made)
+
+    ranks = SharedThreads(4)
+    at_once = ranks.run(rank_main)
+    monkeypatch.setattr(collectives, "TWO_SHOTS", 1)
+    shared_out = ranks.run(rank_main)
+    for (_, wanted), (_, found) in zip(at_once, shared_out, strict=True):
+        for a, b in zip(wanted, found, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+    results = 1 if kind is None else 2
+    # What all ranks send: the rows that others keep, and their own results to all others; and that is received.
+    assert sum(nbytes for nbytes, _ in shared_out) == 2 * (3 + 3 * results) * rows * 40 * 4
+    assert sum(nbytes for nbytes, _ in at_once) == 2 * 4 * 3 * rows * 40 * 4
 
 
 # Gradients: every rank computes the same loss.
