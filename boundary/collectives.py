@@ -174,6 +174,11 @@ def sum_in_rank_order(terms: Sequence[Tensor]) -> Tensor:
         return total.to(first.dtype)
 
 
+def side_by_side(dim: int, pieces: Sequence[Tensor], runs: Sequence[Run]) -> Tensor:
+    """What the ranks' pieces make up along `dim`: the runs of their columns, one after another."""
+    return torch.cat([pieces[run.rank].narrow(dim, run.piece, run.width) for run in runs], dim)
+
+
 class Group(ABC):
     """A fixed set of ranks that exchange tensors. Every method is called by every rank of the group.
 
@@ -253,11 +258,10 @@ class Group(ABC):
                 f"exchange {key!r} of {self!r}: the piece has shape {tuple(piece.shape)}, and the shapes "
                 f"given are {[tuple(shape) for shape in shapes]}"
             )
-        with outside_inference():
-            gathered = [
-                own if rank == self.rank else own.new_empty(piece.shape if shapes is None else shapes[rank])
-                for rank in range(self.size)
-            ]
+        gathered = [
+            own if rank == self.rank else fresh(own, piece.shape if shapes is None else shapes[rank])
+            for rank in range(self.size)
+        ]
         self._run(op, _on_the_wire(own), list(gathered), key)
         return gathered
 
@@ -290,13 +294,7 @@ class Group(ABC):
             shapes = [(*shape[:dim], width, *shape[dim:][1:]) for width in widths]
         pieces = self.all_gather(piece, shapes, key)
         with torch.no_grad():
-            parts = [
-                pieces[run.rank]
-                if run.width == widths[run.rank]
-                else pieces[run.rank].narrow(dim, run.piece, run.width)
-                for run in runs
-            ]
-            return torch.cat(parts, dim)
+            return side_by_side(dim, pieces, runs)
 
     def all_gather_many(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[Shape] | None] | None = None, key: str = ""
@@ -378,8 +376,7 @@ class Group(ABC):
         own = pieces[self.rank].detach()
         if self.size == 1:
             return [own]
-        with outside_inference():
-            received = [own if rank == self.rank else own.new_empty(tuple(shapes[rank])) for rank in range(self.size)]
+        received = [own if rank == self.rank else fresh(own, shapes[rank]) for rank in range(self.size)]
         self._run(op, [_on_the_wire(piece.detach()) for piece in pieces], received, key)
         return received
 
@@ -416,8 +413,7 @@ class Group(ABC):
             if self.size > 1:
                 self._run("broadcast", _on_the_wire(value), receive, key)
             return value
-        with outside_inference():
-            received = value.new_empty(value.shape)
+        received = fresh(value, value.shape)
         receive[source] = received
         self._run("broadcast", None, receive, key)
         return received
@@ -656,7 +652,7 @@ class SharedGroup(HostGroup):
         self._reduce(
             "all_reduce",
             term, code, total[own], counts, key, term.shape[1], residual[own], None if normed is None else normed[own],
-            norm,
+            norm, gathers=1 if normed is None else 2,
         )  # fmt: skip
         runs = tuple(Run(rank, 0, starts[rank], count) for rank, count in enumerate(counts))
         sizes = (1, term.shape[1] * term.element_size(), rows)
@@ -678,21 +674,19 @@ class SharedGroup(HostGroup):
         normed: Tensor | None = None,
         norm: NormSpec | None = None,
         quantized: QuantizedSpec | None = None,
+        gathers: int = 0,
     ) -> None:
-        """Run and count a sum: of all rows, or with `counts` of each rank's own, which for an `all_reduce` are then
-        gathered."""
+        """Run and count a sum: of all rows, or with `counts` of each rank's own. What it counts includes the `gathers`
+        of each rank's own rows that are to follow."""
         parts = None
         if counts is not None:
             row = term.numel() // term.shape[0]
             parts = [count * row for count in counts]
         if _recordings:
             own, peers = total.numel(), self.size - 1
-            received = peers * own
-            sent = peers * term.numel() if counts is None else term.numel() - own
-            if counts is not None and op == "all_reduce":
-                results = 1 if normed is None else 2
-                sent, received = sent + results * peers * own, received + results * (term.numel() - own)
-            self.note(op, (sent + received) * term.element_size(), key)
+            others = term.numel() - own
+            moved = peers * own + (peers * term.numel() if counts is None else others)
+            self.note(op, (moved + gathers * (peers * own + others)) * term.element_size(), key)
         name = _summed_name(key, term.dtype, term.shape, None if counts is None else tuple(counts), width > 0)
         start = time.monotonic()
         try:

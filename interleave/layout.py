@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from boundary.collectives import Group, Run, outside_inference, sum_in_rank_order
+from boundary.collectives import Group, Run, outside_inference, side_by_side, sum_in_rank_order
 
 Shape = tuple[int, ...]
 
@@ -283,7 +283,8 @@ class Shard(Layout):
         return group.all_gather_along(self.dim, piece, whole_shape, plan.runs, plan.widths, key)
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        return self._joined(pieces, lambda copies: copies[0])
+        whole_shape = self.whole_shape(pieces[0].shape, 0, len(pieces))
+        return side_by_side(self.dim, pieces, self._plan(whole_shape, len(pieces)).runs)
 
     def is_piece_of(self, piece: Tensor, whole: Tensor, rank: int, degree: int) -> bool:
         plan = self._plan(whole.shape, degree)
@@ -309,17 +310,10 @@ class Shard(Layout):
 
     def join_gradient(self, gradient: Tensor, group: Group, key: str) -> Tensor:
         gradients = group.all_gather(gradient, self.shapes(gradient, group), key)
-        return self._joined(gradients, sum_in_rank_order)
-
-    def _joined(self, pieces: Sequence[Tensor], merge: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-        """The pieces' parts in the whole's order; `merge` makes one of the copies that replicas hold."""
-        plan = self._plan(self.whole_shape(pieces[0].shape, 0, len(pieces)), len(pieces))
-        if plan.plain:
-            return torch.cat(list(pieces), self.dim)
         parts = []
-        for holders in plan.holders:
-            copies = [pieces[rank].narrow(self.dim, part.piece, part.width) for rank, part in holders]
-            parts.append(merge(copies) if len(copies) > 1 else copies[0])
+        for holders in self._plan(self.whole_shape(gradient.shape, group.rank, group.size), group.size).holders:
+            copies = [gradients[rank].narrow(self.dim, part.piece, part.width) for rank, part in holders]
+            parts.append(sum_in_rank_order(copies) if len(copies) > 1 else copies[0])
         return torch.cat(parts, self.dim)
 
     @property
@@ -376,14 +370,12 @@ class _Plan:
         widths: Each rank's piece's width.
         parts: What each rank's piece consists of, in the piece's order.
         holders: For each run of the whole, in the whole's order, the (rank, part) that hold it.
-        plain: Whether the whole is just the pieces, one after another.
     """
 
     size: int
     widths: tuple[int, ...]
     parts: tuple[tuple[_Part, ...], ...]
     holders: tuple[tuple[tuple[int, _Part], ...], ...]
-    plain: bool
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -414,8 +406,7 @@ def _plan(blocks: tuple[Block, ...]) -> _Plan:
                 held.append((rank, part))
             holders.append(tuple(held))
             start += width
-    plain = len(blocks) == 1 and blocks[0].replicas == 1
-    return _Plan(start, tuple(widths), tuple(map(tuple, parts)), tuple(holders), plain)
+    return _Plan(start, tuple(widths), tuple(map(tuple, parts)), tuple(holders))
 
 
 @dataclass(frozen=True)

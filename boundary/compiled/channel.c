@@ -10,9 +10,9 @@
    with the token of what it expects, so ranks at different collectives read none of each other's values.
 
    A wait spins, then gives its core away, then sleeps on the flag; a rank that waits for one on its own core moves to a
-   core with fewer of the channel's ranks, which takes the affinity of its thread away for a moment. A wait ends at the latest after the time it was
-   given, and the caller calls again to go on; and it ends when the socket that ties this rank to the awaited one is
-   closed, which happens when that process ends, however it ends. */
+   core with fewer of the channel's ranks, for which its thread's affinity is another one for a moment. A wait ends at
+   the latest after the time it was given, and the caller calls again to go on; and it ends when the socket that ties
+   this rank to the awaited one is closed, which happens when that process ends, however it ends. */
 #define _GNU_SOURCE
 #include "rows.h"
 
@@ -208,8 +208,8 @@ static int look_around(channel_t *channel, const call_t *call) {
     return DONE;
 }
 
-/* Leave the core that the awaited rank needs too, if there is one with fewer of this channel's ranks. Ranks that spin and
-   yield on one core would stay there for long though another one is idle: none of them looks as if it wanted to move.
+/* Leave the core that the awaited rank needs too, if there is one with fewer of this channel's ranks. Ranks that spin
+   and yield on one core would stay there for long though another is idle: none of them looks as if it wanted to move.
    A thread that is pinned to one core stays; where else there is work, other than the channel's, nobody knows. */
 static void make_way(channel_t *channel, int peer) {
     int core = sched_getcpu();
@@ -364,8 +364,8 @@ typedef struct {
     int64_t rank, from, to, bytes;
 } run_t;
 
-/* A whole of `rows` rows, `stride` bytes each, of which each rank's piece has as many, `row_bytes` long. Every field has
-   eight bytes: see shared_memory.py. */
+/* A whole of `rows` rows, `stride` bytes each, of which each rank's piece has as many, `row_bytes` long. Every field
+   has eight bytes: see shared_memory.py. */
 typedef struct {
     const char *text;
     uint64_t token;
@@ -395,8 +395,9 @@ static void place(const gather_t *gather, int rank, const char *from, int64_t st
             char *to = gather->whole + row * gather->stride + run->to;
             if (first < start) to += start - first, first = start;
             if (last > end) last = end;
+            const char *here = from + (first - start);
             /* This rank's own piece may lie in its place already. */
-            if (first < last && to != from + (first - start)) memcpy(to, from + (first - start), (size_t)(last - first));
+            if (first < last && to != here) memcpy(to, here, (size_t)(last - first));
         }
 }
 

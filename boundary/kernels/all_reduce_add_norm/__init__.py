@@ -46,24 +46,18 @@ def all_reduce_add_norm(
     """
 
     def run() -> Results:
-        return _run(term, group, residual, formula, key, form)
+        workspace = workspace_of(group) if isinstance(group, NcclGroup) else None
+        if workspace is not None and form is None:
+            from . import triton
+
+            made = triton.all_reduce_add_norm(term, workspace, residual, formula)
+            if made is not None:
+                group.note("all_reduce", 2 * (group.size - 1) * term.nbytes, key)
+                return made
+        made = cpu.sum_add_norm(term, group, residual, formula, None, key, form)
+        return in_steps(naive.terms_of(term, group, key), residual, formula, form) if made is None else made
 
     return summing(term, residual, formula, form, run, lambda gradient: gradient)
-
-
-def _run(
-    term: Tensor, group: Group, residual: Tensor, formula: NormFormula | None, key: str, form: Quantization | None
-) -> Results:
-    workspace = workspace_of(group) if isinstance(group, NcclGroup) else None
-    if workspace is not None and form is None:
-        from . import triton
-
-        made = triton.all_reduce_add_norm(term, workspace, residual, formula)
-        if made is not None:
-            group.note("all_reduce", 2 * (group.size - 1) * term.nbytes, key)
-            return made
-    made = cpu.sum_add_norm(term, group, residual, formula, None, key, form)
-    return in_steps(naive.terms_of(term, group, key), residual, formula, form) if made is None else made
 
 
 __all__ = ["all_reduce_add_norm"]

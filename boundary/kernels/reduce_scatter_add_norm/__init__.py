@@ -59,35 +59,23 @@ def reduce_scatter_add_norm(
         )
 
     def run() -> Results:
-        return _run(term, counts, group, residual, formula, key, form)
+        workspace = workspace_of(group) if isinstance(group, NcclGroup) else None
+        if workspace is not None and form is None:
+            from . import triton
+
+            made = triton.reduce_scatter_add_norm(term, counts, workspace, residual, formula)
+            if made is not None:
+                own = made[1].nbytes
+                group.note("reduce_scatter", term.nbytes - own + (group.size - 1) * own, key)
+                return made
+        made = sum_add_norm(term, group, residual, formula, counts, key, form)
+        return in_steps(naive.terms_of(term, counts, group, key), residual, formula, form) if made is None else made
 
     def gathered(gradient: Tensor) -> Tensor:
         shapes = [(count, *gradient.shape[1:]) for count in counts]
         return once(torch.cat(group.all_gather(gradient, shapes, f"gradient of {key}")), gradient)
 
     return summing(term, residual, formula, form, run, gathered)
-
-
-def _run(
-    term: Tensor,
-    counts: Sequence[int],
-    group: Group,
-    residual: Tensor,
-    formula: NormFormula | None,
-    key: str,
-    form: Quantization | None,
-) -> Results:
-    workspace = workspace_of(group) if isinstance(group, NcclGroup) else None
-    if workspace is not None and form is None:
-        from . import triton
-
-        made = triton.reduce_scatter_add_norm(term, counts, workspace, residual, formula)
-        if made is not None:
-            own = made[1].nbytes
-            group.note("reduce_scatter", term.nbytes - own + (group.size - 1) * own, key)
-            return made
-    made = sum_add_norm(term, group, residual, formula, counts, key, form)
-    return in_steps(naive.terms_of(term, counts, group, key), residual, formula, form) if made is None else made
 
 
 __all__ = ["reduce_scatter_add_norm"]
